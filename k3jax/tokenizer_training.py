@@ -40,9 +40,10 @@ def train_bpe(
     merges = _Merges(texts)
     while len(merges.tokens) < num_base_tokens:
         if not merges.merge_best():
+            possible = len(merges.tokens) + SPECIAL_SLOTS
             raise ValueError(
-                f"The corpus yields only {len(merges.tokens) - 256} merges, vocab_size={vocab_size} "
-                f"needs {num_base_tokens - 256}. Give more text, or vocab_size={len(merges.tokens) + SPECIAL_SLOTS}."
+                f"vocab_size={vocab_size} needs {num_base_tokens - 256} merges, but the corpus yields only "
+                f"{len(merges.tokens) - 256}. Give more text, or vocab_size={possible}."
             )
     ranks = {token: rank for rank, token in enumerate(merges.tokens)}
     names = {name: num_base_tokens + slot for slot, name in enumerate(special_tokens)}

@@ -218,7 +218,7 @@ def test_merges_never_cross_the_split_pattern():
     assert max(map(len, learnt)) <= 3
 
 
-@pytest.mark.parametrize(("size", "message"), [(511, "512 ids"), (5000, "yields only")])
+@pytest.mark.parametrize(("size", "message"), [(511, "512 ids"), (5000, "corpus yields only")])
 def test_impossible_vocabulary_sizes_are_refused(size, message):
     with pytest.raises(ValueError, match=message):
         train_bpe(CORPUS, size)
