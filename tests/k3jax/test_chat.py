@@ -76,12 +76,8 @@ def test_what_the_reference_leaves_out_is_logged(caplog):
 def test_results_come_in_call_order_even_if_some_are_missing():
     calls = [{"id": f"c{i}", "function": {"name": f"f{i}", "arguments": "{}"}} for i in range(3)]
     results = [{"role": "tool", "tool_call_id": f"c{i}", "content": f"r{i}"} for i in (2, 0)]
-    segments = chat_segments(
-        [{"role": "assistant", "tool_calls": calls}, *results], add_generation_prompt=False
-    )
-    written = [
-        (s.text, s.message) for s in segments if s.role == "tool" and s.text[0] in "fr" and len(s.text) == 2
-    ]
+    segments = chat_segments([{"role": "assistant", "tool_calls": calls}, *results])
+    written = [(s.text, s.message) for s in segments if s.role == "tool" and s.text[1:].isdigit()]
     assert written == [("f0", 2), ("r0", 2), ("f2", 1), ("r2", 1)]
 
 
@@ -92,9 +88,8 @@ def test_a_named_tool_choice_and_text_format_add_nothing():
         assert chat_segments(messages, **extra) == chat_segments(messages)
 
 
-hostile = st.lists(st.sampled_from([*MARKERS, END, "message", "think", "&quot;", '"', "x", " ", "é"])).map(
-    "".join
-)
+words = [*MARKERS, END, "message", "think", "&quot;", '"', "x", " ", "é"]
+hostile = st.lists(st.sampled_from(words)).map("".join)
 
 
 @given(hostile, hostile.filter(bool), st.booleans())
@@ -121,12 +116,7 @@ def test_no_text_of_anyone_becomes_a_marker(text, name, thinking):
         ids = [TOKENIZER.encode(s.text, s.allow_special) for s in segments]
         return [token for piece in ids for token in piece if TOKENIZER.is_special(token)]
 
-    segments = conversation(text, name)
-    assert markers(segments) == markers(conversation("harmless", "name"))
-    for segment in segments:
-        assert segment.allow_special == (
-            segment.text in MARKERS or segment.text.startswith("<|media_begin|>")
-        )
+    assert markers(conversation(text, name)) == markers(conversation("harmless", "name"))
 
 
 def test_a_placeholder_in_text_without_image_prompts_stays_text():
@@ -179,9 +169,8 @@ def test_the_model_generates_assistant_bodies_from_the_opener_to_the_end_marker(
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_prompt_is_a_prefix_of_the_conversation_that_answers_it(case):
-    kept = {
-        k: v for k, v in options(case).items() if k not in ("tool_choice", "response_format", "image_prompts")
-    }
+    after = ("tool_choice", "response_format", "image_prompts")
+    kept = {key: value for key, value in options(case).items() if key not in after}
     whole = encode_chat(TOKENIZER, case["messages"], **{**kept, "add_generation_prompt": False})
     for k, message in enumerate(case["messages"]):
         if isinstance(message, dict) and message["role"] == "assistant" and not message.get("name"):
