@@ -207,9 +207,7 @@ class StreamDecoder:
 
     def finish(self) -> str:
         """What is left at the end, U+FFFD for an unfinished character. The decoder can then be used anew."""
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+        return self._utf8.decode(b"", final=True)
 
 
 _RUN = re.compile(r"\s+|\S+")

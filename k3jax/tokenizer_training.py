@@ -46,6 +46,7 @@ def train_bpe(
                 f"{len(merges.tokens) - 256}. Give more text, or vocab_size={possible}."
             )
     ranks = {token: rank for rank, token in enumerate(merges.tokens)}
+    assert len(ranks) == num_base_tokens, "two merges spell the same bytes"
     names = {name: num_base_tokens + slot for slot, name in enumerate(special_tokens)}
     roles = {"bos_token": "[BOS]", "eos_token": "[EOS]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
     return Tokenizer.from_ranks(ranks, names, **{r: name for r, name in roles.items() if name in names})
@@ -60,7 +61,6 @@ class _Merges:
         for text in texts:
             pieces.update(piece.encode("utf-8") for piece in split.findall(text))
         self.tokens = [bytes([byte]) for byte in range(256)]
-        self._id_of = {token: rank for rank, token in enumerate(self.tokens)}
         self._pieces = [list(piece) for piece in pieces]
         self._counts = list(pieces.values())
         self._pair_counts: Counter[Pair] = Counter()
@@ -83,18 +83,12 @@ class _Merges:
                 del self._pair_counts[pair], self._pieces_with[pair]
 
     def merge_best(self) -> bool:
-        """Merge the most frequent pair everywhere; False when no pair is left.
-
-        Two pairs can spell the same bytes ("a"+"bc", "ab"+"c"). The second one then becomes the token that
-        exists already, as encoding will do, and no new token is made.
-        """
+        """Merge the most frequent pair everywhere; False when no pair is left."""
         if not self._pair_counts:
             return False
         best = min(self._pair_counts, key=self._preference)
-        merged_bytes = self.tokens[best[0]] + self.tokens[best[1]]
-        merged = self._id_of.setdefault(merged_bytes, len(self.tokens))
-        if merged == len(self.tokens):
-            self.tokens.append(merged_bytes)
+        merged = len(self.tokens)
+        self.tokens.append(self.tokens[best[0]] + self.tokens[best[1]])
         for index in sorted(self._pieces_with[best]):
             self._forget_pairs(index)
             self._pieces[index] = _replace_pair(self._pieces[index], best, merged)

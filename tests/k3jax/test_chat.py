@@ -92,6 +92,7 @@ words = [*MARKERS, END, "message", "think", "&quot;", '"', "x", " ", "é"]
 hostile = st.lists(st.sampled_from(words)).map("".join)
 
 
+@settings(deadline=None)
 @given(hostile, hostile.filter(bool), st.booleans())
 def test_no_text_of_anyone_becomes_a_marker(text, name, thinking):
     def conversation(text, name):
@@ -190,7 +191,7 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(turns, st.booleans())
 def test_any_conversation_has_its_prompts_as_prefixes(messages, thinking):
     whole = encode_chat_with_roles(TOKENIZER, messages, thinking=thinking, add_generation_prompt=False)

@@ -199,6 +199,7 @@ F = ToolCall("functions.f:0", "f", '{"k": "v"}', True)
         ("why/message»■", ParsedMessage("why", "", (), True)),
         ("why[EOS]", ParsedMessage("why", "", (), True)),
         ("why/think»answer/message»■", ParsedMessage("why", "answer", (), True)),
+        ("why/think» \n answer/message»■", ParsedMessage("why", " \n answer", (), True)),
         ("why/think»\n«response»answer/message»■", ParsedMessage("why", "answer", (), True)),
         (f"why/think»before«tools»{CALL}/tools»/message»■", ParsedMessage("why", "before", (F,), True)),
         (f"why/think»«response»before/response»{CALL}/message»■", ParsedMessage("why", "before", (F,), True)),
@@ -288,6 +289,11 @@ def test_a_number_spelled_1e2_survives_a_round_trip_by_value():
 def test_calls_without_proper_arguments_are_read(body, arguments):
     call = call_of(f'«tools»«call tool="f" index="1"»{body}/call»/tools»/message»')
     assert call == ToolCall("functions.f:0", "f", arguments, True)
+
+
+def test_half_a_character_at_the_end_is_shown_as_decoding_shows_it():
+    ids = TOKENIZER.encode("so 🙂")[:-1]
+    assert in_steps(ids, [1]).reasoning == parse_completion(TOKENIZER, ids).reasoning == TOKENIZER.decode(ids)
 
 
 @pytest.mark.parametrize("end", ["/call»", "/tools»", "/message»", "■", '«call tool="g"»', "«response»"])
