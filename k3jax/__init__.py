@@ -1,0 +1,1 @@
+"""Kimi K3 in JAX: config, modules, weights, tokenizer, LoRA and sampling."""

@@ -1,0 +1,134 @@
+"""Kimi Delta Attention (arXiv 2510.26692): linear attention with a state per head and a decay per key channel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32
+
+from k3jax.cache import KDAState
+from k3jax.config import K3Config
+from k3jax.linear import Linear
+from k3jax.norm import GatedRMSNorm, l2_normalize
+from k3jax.packing import Packing
+from k3jax.param import normal, param
+from pallas_kernels.conv1d import conv1d
+from pallas_kernels.kda import kda, kda_step
+
+
+def log_decay(
+    z: Float[Array, "B T H K"], a_log: Float32[Array, "H"] | None, floor: float | None
+) -> Float32[Array, "B T H K"]:
+    """Log decay per channel from gate logits (bias included), in nats per token, fp32.
+
+        floor * sigmoid(exp(A_log) z)        bounded (K3); A_log=None means A_log=0
+        -exp(A_log) softplus(z)              floor=None (Kimi-Linear)
+    """
+    z = z.astype(jnp.float32)
+    if a_log is None:
+        if floor is None:
+            raise ValueError("log_decay: a_log may be left out only with a decay floor.")
+        return floor * jax.nn.sigmoid(z)
+    rate = jnp.exp(a_log.astype(jnp.float32))[:, None]
+    return -rate * jax.nn.softplus(z) if floor is None else floor * jax.nn.sigmoid(rate * z)
+
+
+class ShortConv(nnx.Module):
+    """Weight of a causal depthwise convolution over tokens, [channels, width], fp32."""
+
+    def __init__(self, channels: int, width: int, *, rngs: nnx.Rngs):
+        bound = width**-0.5
+        init = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)  # noqa: E731
+        self.weight = param(rngs, (channels, width), ("heads", None), init, jnp.float32)
+
+
+class KimiDeltaAttention(nnx.Module):
+    """Projects to q, k, v, decay and beta, runs the delta rule, gates and projects back.
+
+    `y, state = layer(x)` without a cache; with one, x continues the sequence that `cache` has seen.
+    """
+
+    def __init__(self, config: K3Config, *, rngs: nnx.Rngs):
+        c, D = config.kda, config.hidden_size
+        H, K = c.num_heads, c.head_dim
+        self.config = config
+        kind: dict[str, Any] = {"init": normal(config.init_std), "dtype": config.param_dtype, "rngs": rngs}
+        for name in "qkv":
+            setattr(self, f"{name}_proj", Linear(D, H * K, ("embed", "heads"), **kind))
+            setattr(self, f"{name}_conv1d", ShortConv(H * K, c.conv_width, rngs=rngs))
+        self.b_proj = Linear(D, H, ("embed", "heads"), **kind)
+        self.f_a_proj = Linear(D, K, ("embed", None), **kind)
+        self.f_b_proj = Linear(K, H * K, (None, "heads"), **kind)
+        if c.full_rank_gate:
+            self.g_proj = Linear(D, H * K, ("embed", "heads"), **kind)
+        else:
+            self.g_a_proj = Linear(D, K, ("embed", None), **kind)
+            self.g_b_proj = Linear(K, H * K, (None, "heads"), **kind)
+        self.A_log = param(rngs, (H,), ("heads",), _init_a_log, jnp.float32)
+        self.dt_bias = param(rngs, (H * K,), ("heads",), _init_dt_bias(c.decay_floor), jnp.float32)
+        self.o_norm = GatedRMSNorm(K, eps=config.norm_eps, rngs=rngs)
+        self.o_proj = Linear(H * K, D, ("heads", "embed"), **kind)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], packing: Packing | None = None, cache: KDAState | None = None
+    ) -> tuple[Float[Array, "B T D"], KDAState]:
+        B, T, _ = x.shape
+        H, K = self.config.kda.num_heads, self.config.kda.head_dim
+        packing = Packing.of(jnp.ones((B, T), jnp.int32)) if packing is None else packing
+        old = self._empty(B) if cache is None else cache
+        # With a cache, a row is one sequence that goes on: nothing resets, and padding follows the tokens.
+        resets, lengths = (packing.resets, None) if cache is None else (None, packing.lengths)
+
+        mixed, windows = [], []
+        for i, name in enumerate("qkv"):
+            u = getattr(self, f"{name}_proj")(x, packing)
+            u = jnp.where(packing.valid[..., None], u, 0)
+            weight = getattr(self, f"{name}_conv1d").weight[...]
+            u, window = conv1d(u, weight, old.conv[:, i].astype(u.dtype), reset=resets, lengths=lengths)
+            mixed.append(u.reshape(B, T, H, K))
+            windows.append(window)
+        q, k, v = mixed
+
+        z = (self.f_b_proj(self.f_a_proj(x, packing), packing).astype(jnp.float32) + self.dt_bias[...]).reshape(B, T, H, K)
+        inert = ~packing.valid[..., None, None]  # padding: k = beta = log decay = 0 leaves the state as it was
+        decay = jnp.where(inert, 0, log_decay(z, self.A_log[...], self.config.kda.decay_floor))
+        beta = jnp.where(inert[..., 0], 0, jax.nn.sigmoid(self.b_proj(x, packing).astype(jnp.float32)))
+        q = l2_normalize(q) * K**-0.5
+        k = jnp.where(inert, 0, l2_normalize(k))
+        state = old.recurrent.astype(jnp.float32)
+        if T == 1 and cache is not None:
+            o, state = kda_step(q[:, 0], k[:, 0], v[:, 0], decay[:, 0], beta[:, 0], state)
+            o = o[:, None]
+        else:
+            start = None if cache is None else packing.positions[:, 0]
+            o, state = kda(q, k, v, decay, beta, state, reset=resets, start=start)
+
+        gate = self.g_proj(x, packing) if self.config.kda.full_rank_gate else self.g_b_proj(self.g_a_proj(x, packing), packing)
+        y = self.o_norm(o, gate.reshape(B, T, H, K)).reshape(B, T, H * K)
+        return self.o_proj(y, packing), KDAState(state, jnp.stack(windows, 1))
+
+    def _empty(self, batch: int) -> KDAState:
+        c = self.config.kda
+        H, K = c.num_heads, c.head_dim
+        return KDAState(
+            jnp.zeros((batch, H, K, K), jnp.float32),
+            jnp.zeros((batch, 3, c.conv_width - 1, H * K), self.config.dtype),
+        )
+
+
+def _init_a_log(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+    """log of a rate uniform in [1, 16]."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1, 16))
+
+
+def _init_dt_bias(floor: float | None) -> Any:
+    """Biases that give a decay of dt nats per token at rate 1, dt log-uniform in [0.001, 0.1]."""
+
+    def init(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+        dt = jnp.exp(jax.random.uniform(key, shape, dtype, jnp.log(1e-3), jnp.log(1e-1)))
+        if floor is None:
+            return dt + jnp.log(-jnp.expm1(-dt))  # softplus(this) = dt
+        return jax.scipy.special.logit(dt / -floor)  # -floor * sigmoid(this) = dt
+
+    return init

@@ -1,0 +1,78 @@
+"""Linear projections and the token embedding, each able to carry a pool of LoRA columns.
+
+A pool holds the rank columns of every adapter side by side. A token sees only the columns that its adapter owns, so
+mixed ranks need no padding, gradients of adapters do not mix, and adapter 0 (none) adds exactly zero:
+
+    y = x W + ((x A) * [owner == adapter of the token] * scale) B
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from k3jax.packing import Packing
+from k3jax.param import Axes, Init, param, zeros
+
+
+class LoRAParam(nnx.Variable):
+    """Trainable adapter weights, fp32."""
+
+
+class LoRAScale(nnx.Variable):
+    """alpha / rank per rank column, fp32; 0 for a column that this projection does not use."""
+
+
+class LoRAPool(nnx.Module):
+    """Rank columns of all adapters for one projection: A [in, R], B [R, out], fp32. `stack` leads when layers are stacked."""
+
+    def __init__(self, in_size: int, out_size: int, rank: int, axes: Axes, stack: tuple[int, ...], *, rngs: nnx.Rngs):
+        lead = (None,) * len(stack)
+        self.a = param(rngs, (*stack, in_size, rank), (*lead, axes[0], None), zeros, jnp.float32, LoRAParam)
+        self.b = param(rngs, (*stack, rank, out_size), (*lead, None, axes[1]), zeros, jnp.float32, LoRAParam)
+        self.scale = param(rngs, (*stack, rank), (*lead, None), zeros, jnp.float32, LoRAScale)
+
+    def __call__(self, x: Float[Array, "*n I"], gate: Bool[Array, "*n R"]) -> Float[Array, "*n O"]:
+        return self.up(dot(x, self.a[...]), gate, x.dtype)
+
+    def up(self, low: Float[Array, "*n R"], gate: Bool[Array, "*n R"], dtype: Any) -> Float[Array, "*n O"]:
+        """The second half: gate and scale the R numbers per token, then B. `where` keeps a NaN in its own columns."""
+        return dot((jnp.where(gate, low, 0) * self.scale[...]).astype(dtype), self.b[...])
+
+
+class Linear(nnx.Module):
+    """y = x kernel, kernel [in, out], with no bias; a LoRA pool may be attached (k3jax.lora)."""
+
+    def __init__(self, in_size: int, out_size: int, axes: Axes, *, init: Init, dtype: Any, rngs: nnx.Rngs):
+        self.kernel = param(rngs, (in_size, out_size), axes, init, dtype)
+        self.lora: LoRAPool | None = nnx.data(None)
+
+    def __call__(self, x: Float[Array, "B T I"], packing: Packing | None = None) -> Float[Array, "B T O"]:
+        y = dot(x, self.kernel[...])
+        gate = None if packing is None or self.lora is None else packing.rank_gate
+        return y if gate is None else y + self.lora(x, gate)
+
+
+class Embedding(nnx.Module):
+    """Rows of `weight` [vocab, D]; a LoRA pool adds A's row times B."""
+
+    def __init__(self, vocab: int, size: int, *, init: Init, dtype: Any, compute_dtype: Any, rngs: nnx.Rngs):
+        self.dtype = compute_dtype
+        self.weight = param(rngs, (vocab, size), ("vocab", "embed"), init, dtype)
+        self.lora: LoRAPool | None = nnx.data(None)
+
+    def __call__(self, ids: Int[Array, "B T"], packing: Packing | None = None) -> Float[Array, "B T D"]:
+        y = self.weight[...][ids].astype(self.dtype)
+        gate = None if packing is None or self.lora is None else packing.rank_gate
+        return y if gate is None else y + self.lora.up(self.lora.a[...][ids], gate, self.dtype)
+
+
+def dot(x: Float[Array, "*n I"], kernel: Float[Array, "I O"]) -> Float[Array, "*n O"]:
+    """x kernel in x's dtype; fp32 inputs are multiplied in true fp32 on every backend."""
+    return jnp.matmul(x, kernel.astype(x.dtype), precision=precision(x.dtype))
+
+
+def precision(dtype: Any) -> jax.lax.Precision | None:
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None

@@ -1,0 +1,97 @@
+"""The whole model: embedding, layers, final mix and norm, head; vision tower and MTP layer where the config has them.
+
+One forward serves training (no cache, packed rows), prefill and decode (with a cache, one sequence per row).
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Int32
+
+from k3jax.attnres import AttentionResidual
+from k3jax.cache import Cache
+from k3jax.config import K3Config
+from k3jax.linear import Embedding, Linear
+from k3jax.norm import RMSNorm
+from k3jax.packing import Packing
+from k3jax.param import normal
+from k3jax.stack import Layers
+
+
+class Output(NamedTuple):
+    hidden: Float[Array, "B T D"]  # after the final norm; `model.logits` turns it into logits
+    cache: Cache | None
+    routing: tuple[Any, ...]  # per stack of layers: k3jax.moe.Routing with layers in front, or None
+
+
+class TextModel(nnx.Module):
+    """Token ids or embeddings to final hidden states."""
+
+    def __init__(self, config: K3Config, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, init=normal(config.init_std), dtype=config.param_dtype,
+            compute_dtype=config.dtype, rngs=rngs,
+        )
+        self.layers = Layers(config, rngs=rngs)
+        if config.attn_res_block is not None:
+            self.output_attn_res = AttentionResidual(config, rngs=rngs)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, axis="embed", dtype=config.param_dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], packing: Packing, cache: Cache | None = None, picks: Any = None, histogram: bool = False
+    ) -> Output:
+        stream, cache, routing = self.layers(x, packing, cache, picks, histogram)
+        h = stream.prefix
+        if stream.blocks is not None:
+            h = self.output_attn_res(h, stream.blocks, self.config.num_blocks)
+        return Output(self.norm(h), cache, routing)
+
+
+class K3(nnx.Module):
+    """Kimi K3 and, with other switches in the config, Kimi-Linear."""
+
+    def __init__(self, config: K3Config, *, rngs: nnx.Rngs):
+        self.config = config
+        self.model = TextModel(config, rngs=rngs)
+        self.lm_head = Linear(
+            config.hidden_size, config.vocab_size, ("embed", "vocab"), init=normal(config.init_std),
+            dtype=config.param_dtype, rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        ids: Int[Array, "B T"],
+        segments: Int[Array, "B T"] | None = None,
+        *,
+        cache: Cache | None = None,
+        adapters: Int[Array, "B"] | Int[Array, "B T"] | None = None,
+        picks: Any = None,
+        histogram: bool = False,
+    ) -> Output:
+        """Hidden states of T tokens per row.
+
+        segments  0 = padding, 1, 2, … = sequences packed in the row; None: one sequence, no padding.
+                  With a cache a row is one sequence, continued: 1 for a token, 0 for padding after it.
+        adapters  LoRA adapter of each row (or token); 0 or None: the base model
+        picks     experts to use instead of the router's choice: the `routing` experts of an earlier call
+        histogram also count what Quantile Balancing needs
+        """
+        packing = self.packing(ids, segments, cache, adapters)
+        return self.model(self.model.embed_tokens(ids, packing), packing, cache, picks, histogram)
+
+    def packing(
+        self, ids: Int[Array, "B T"], segments: Any = None, cache: Cache | None = None, adapters: Any = None
+    ) -> Packing:
+        segments = jnp.ones_like(ids) if segments is None else segments
+        if adapters is not None and adapters.ndim == 1:
+            adapters = jnp.broadcast_to(adapters[:, None], ids.shape)
+        return Packing.of(segments, 0 if cache is None else cache.length, adapters=adapters, owners=None)
+
+    def logits(self, hidden: Float[Array, "B T D"], packing: Packing | None = None) -> Float[Array, "B T V"]:
+        return self.lm_head(hidden, packing).astype(jnp.float32)
+
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
+        """A cache for `batch` sequences of at most `capacity` tokens each."""
+        return Cache.empty(self.config, self.model.layers.segments, batch, capacity)
