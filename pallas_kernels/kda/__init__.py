@@ -1,0 +1,54 @@
+"""Kimi Delta Attention: the gated delta rule with one decay per key channel (Kimi Linear, arXiv 2510.26692)."""
+
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from pallas_kernels.dispatch import run
+from pallas_kernels.kda import reference, step, xla
+
+IMPLS = {"xla": xla, "reference": reference}
+STEP_IMPLS = {"xla": step}
+
+
+def kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float32[Array, "B T H K"],
+    beta: Float32[Array, "B T H"],
+    state: Float32[Array, "B H K V"],
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    start: Int32[Array, " B"] | None = None,
+    impl: str | None = None,
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
+    """Runs T tokens through the state: decay first, then the delta write, then the read.
+
+        S <- diag(exp(log_decay)) S;   S <- S + beta k (v - S'k)';   o = S'q
+
+    q, k       k of unit length; q already scaled by K**-0.5
+    log_decay  nats per token, <= 0, of any size: -inf forgets everything
+    state      S after the previous call; zeros start a sequence
+    reset      True: S is set to zero before this token (the first of a sequence in a packed row)
+    start      position in its sequence of each row's first token, 0 if None. Chunks begin at multiples of 64 of that
+               position, so a sequence cut at such a multiple gives the bits of one pass over it; another cut gives
+               the same up to rounding.
+    Returns o in v's dtype and the last S. Sums run in fp32, and fp32 inputs are multiplied at full precision.
+
+    A token with beta = 0, log_decay = 0 and k = 0 leaves the state as it was: this is how the caller pads. Its other
+    inputs must still be finite (zero times NaN is NaN), and its o means nothing.
+    """
+    return run("kda", IMPLS, impl, q, k, v, log_decay, beta, state, reset=reset, start=start)
+
+
+def kda_step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    log_decay: Float32[Array, "B H K"],
+    beta: Float32[Array, "B H"],
+    state: Float32[Array, "B H K V"],
+    *,
+    impl: str | None = None,
+) -> tuple[Float[Array, "B H V"], Float32[Array, "B H K V"]]:
+    """Runs one token (decode): `kda` without the token axis, up to rounding."""
+    return run("kda_step", STEP_IMPLS, impl, q, k, v, log_decay, beta, state)
