@@ -27,9 +27,10 @@ def conv1d(
     def token(window, inputs):
         x, reset, real = inputs
         seen = jnp.where(reset[:, None, None], 0, window)
-        taps = jnp.concatenate([seen, x[:, None].astype(window.dtype)], axis=1)
+        taps = jnp.concatenate([seen, x[:, None]], axis=1)
         y = jax.nn.silu(jnp.sum(taps.astype(jnp.float32) * weight.T.astype(jnp.float32), axis=1))
         return jnp.where(real[:, None, None], taps[:, 1:], window), y.astype(x.dtype)
 
-    window, y = lax.scan(token, window, (jnp.moveaxis(x, 1, 0), reset.T, real.T))
-    return jnp.moveaxis(y, 0, 1), window
+    inputs = window.astype(jnp.promote_types(window.dtype, x.dtype))
+    last, y = lax.scan(token, inputs, (jnp.moveaxis(x, 1, 0), reset.T, real.T))
+    return jnp.moveaxis(y, 0, 1), last.astype(window.dtype)

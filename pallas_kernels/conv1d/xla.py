@@ -20,7 +20,7 @@ def conv1d(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B W-1 D"]]:
     """See `pallas_kernels.conv1d.conv1d`."""
     T, W = x.shape[1], weight.shape[1]
-    inputs = jnp.concatenate([window, x.astype(window.dtype)], axis=1)
+    inputs = jnp.concatenate([window, x], axis=1)
     weight = weight.astype(jnp.float32)
     y = x.astype(jnp.float32) * weight[:, W - 1]
     reaches = None if reset is None else jnp.ones_like(reset)
@@ -30,7 +30,7 @@ def conv1d(
             reaches &= ~jnp.pad(reset, ((0, 0), (back - 1, 0)))[:, :T]
             tap = jnp.where(reaches[..., None], tap, 0)
         y += tap * weight[:, W - 1 - back]
-    return jax.nn.silu(y).astype(x.dtype), _last_inputs(inputs, W, reset, lengths)
+    return jax.nn.silu(y).astype(x.dtype), _last_inputs(inputs, W, reset, lengths).astype(window.dtype)
 
 
 def _last_inputs(

@@ -22,12 +22,11 @@ def kda(
     start: Int32[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
     """The recurrence of `pallas_kernels.kda.kda`; `start` changes nothing, for there are no chunks."""
-    if reset is None:
-        reset = jnp.zeros(q.shape[:2], bool)
 
     def token(S, x):
         q, k, v, log_decay, beta, reset = x
-        S = jnp.where(reset[:, None, None, None], 0, S)
+        if reset is not None:
+            S = jnp.where(reset[:, None, None, None], 0, S)
         S = jnp.exp(log_decay)[..., None] * S
         seen = jnp.einsum("bhk,bhkv->bhv", k, S, precision="highest")
         S = S + (beta[..., None] * k)[..., None] * (v - seen)[..., None, :]
