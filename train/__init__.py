@@ -1,0 +1,1 @@
+"""Training of K3: losses, data, optimizers, loops and reinforcement learning."""
