@@ -218,9 +218,18 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-# Fields of config.json that describe the file, not the computation.
-_ANNOTATIONS = ("architectures", "model_type", "transformers_version", "auto_map", "use_cache", "torch_dtype",
-                "_name_or_path", "tokenizer_class", "unk_token_id")
+# Fields of config.json that describe the file, or what transformers wrote beside the model's own.
+_ANNOTATIONS = tuple("""
+    architectures model_type transformers_version auto_map use_cache torch_dtype _name_or_path _attn_implementation
+    tokenizer_class unk_token_id sep_token_id decoder_start_token_id image_placeholder rope_parameters
+    add_cross_attention bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder is_encoder_decoder label2id
+    length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_scores prefix problem_type pruned_heads remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder top_k top_p torchscript typical_p use_bfloat16
+""".split())
 _MISSING = object()
 
 

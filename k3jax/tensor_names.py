@@ -7,6 +7,7 @@ It follows from the modules, whose attributes mirror the checkpoint. What differ
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 from flax import nnx
@@ -57,6 +58,14 @@ class Parameter:
     def lead(self) -> tuple[int, ...]:
         """Sizes of the stacked axes."""
         return (() if self.layers is None else (len(self.layers),)) + (() if self.experts is None else (self.experts,))
+
+    @property
+    def tensor_size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        return prod(self.lead) * self.tensor_size
 
     @property
     def transpose(self) -> bool:

@@ -9,7 +9,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -68,14 +68,15 @@ def load(
     parameters = {p.path: p for p in table.parameters}
     filled = []
     with Reader() as reader, ThreadPoolExecutor(_THREADS) as pool:
-        source = _Source(reader, pool, Progress("load", sum(t.stop - t.start for ts in sources.values() for t in ts)))
+        total = sum(t.stop - t.start for parts in sources.values() for t in parts)
+        source = _Source(reader, pool, Progress("load", total), scale_bias)
         for path, variable in nnx.to_flat_state(state):
             p = parameters[path]
-            read = partial(source.read, p, sources[path], scale_bias)
+            read = partial(source.read, p, sources[path])
             place = places[path].get_value() if path in places else None
             filled.append((path, variable.replace(_array(variable.get_value().shape, p, read, place))))
     nnx.update(model, nnx.from_flat_state(filled))
-    setattr(model, "spelling", spelling_of(tensors, table))  # for save
+    model.spelling = spelling_of(tensors, table)  # for save
     return model
 
 
@@ -97,11 +98,7 @@ def save(
     table = TensorNames(abstract(config), config)
     spelling = spelling or getattr(model, "spelling", None) or Spelling.default(config)
     arrays = {path: v.get_value() for path, v in nnx.to_flat_state(nnx.state(model))}
-    locations = list(table.locations())
-    specs = [
-        Spec(table.name(at, spelling), _stored_dtype(at.parameter, spelling), at.parameter.stored_shape(spelling))
-        for at in locations
-    ]
+    locations, specs = zip(*official_specs(table, spelling), strict=True)
     progress = Progress("save", sum(s.nbytes for s in specs))
 
     def fetch(i: int) -> np.ndarray:
@@ -121,6 +118,14 @@ def abstract(config: K3Config) -> K3:
     return nnx.eval_shape(lambda: K3(config, rngs=nnx.Rngs(0)))
 
 
+def official_specs(table: TensorNames, spelling: Spelling) -> Iterator[tuple[Location, Spec]]:
+    """Every tensor of a model with its name, dtype and shape in a checkpoint."""
+    for at in table.locations():
+        p = at.parameter
+        dtype = spelling.scale_dtype if p.path[-1] == "scale" else dtype_name(p.dtype)
+        yield at, Spec(table.name(at, spelling), dtype, p.stored_shape(spelling))
+
+
 def stored_config(config: K3Config, tensors: Mapping[str, Tensor]) -> K3Config:
     """`config` with what a checkpoint's tensors decide: packed experts."""
     packed = any(name.endswith(".weight_packed") for name in tensors)
@@ -132,10 +137,10 @@ def stored_config(config: K3Config, tensors: Mapping[str, Tensor]) -> K3Config:
 class _Source:
     """Reads parameters, or parts of them, from the tensors that they are made of."""
 
-    def __init__(self, reader: Reader, pool: ThreadPoolExecutor, progress: Progress):
-        self.reader, self.pool, self.progress = reader, pool, progress
+    def __init__(self, reader: Reader, pool: ThreadPoolExecutor, progress: Progress, scale_bias: int):
+        self.reader, self.pool, self.progress, self.scale_bias = reader, pool, progress, scale_bias
 
-    def read(self, p: Parameter, tensors: Sequence[Tensor], scale_bias: int, index: tuple[slice, ...]) -> np.ndarray:
+    def read(self, p: Parameter, tensors: Sequence[Tensor], index: tuple[slice, ...]) -> np.ndarray:
         """p[index] in host memory, aligned so that the CPU backend can use it in place."""
         lead = p.lead
         ranges = [range(*s.indices(n)) for s, n in zip(index, (*lead, *p.shape), strict=True)]
@@ -147,8 +152,6 @@ class _Source:
         step = -(-len(jobs) // (4 * _THREADS))
         batches = [jobs[i : i + step] for i in range(0, len(jobs), step)]
         self.progress.add(sum(self.pool.map(partial(self._batch, p, inner), batches)))
-        if p.path[-1] == "scale" and scale_bias != 127:
-            _rebias(out, scale_bias, p)
         return out
 
     def _batch(self, p: Parameter, inner: tuple[slice, ...], jobs: Sequence[tuple[Tensor, np.ndarray]]) -> int:
@@ -159,6 +162,8 @@ class _Source:
                 tensor = tensor._replace(dtype="U8")  # E8M0: the same bytes
             view = p.view if p.path[-1] != "A_log" else (max(tensor.shape),)
             total += self.reader.read_into(out, tensor, view, index, p.transpose)
+            if p.path[-1] == "scale" and self.scale_bias != 127:
+                out[...] = rebias(out, self.scale_bias, p.name)
         return total
 
 
@@ -171,12 +176,13 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _rebias(scales: np.ndarray, bias: int, p: Parameter) -> None:
-    """Scales 2^(byte - bias) as bytes of bias 127."""
-    shift = 127 - bias
-    if scales.size and not (0 <= int(scales.min()) + shift and int(scales.max()) + shift <= 254):
-        raise CheckpointError(f"{p.name}: scales from {scales.min()} to {scales.max()} leave E8M0 with scale_bias={bias}.")
-    scales += np.uint8(shift % 256)
+def rebias(scales: np.ndarray, bias: int, name: str) -> np.ndarray:
+    """Scales 2^(byte - bias) as bytes of bias 127. Raises CheckpointError if one leaves E8M0."""
+    shifted = scales.astype(np.int16) + (127 - bias)
+    if scales.size and not (0 <= shifted.min() and shifted.max() <= 254):
+        found = f"from {scales.min()} to {scales.max()}"
+        raise CheckpointError(f"{name}: scale bytes {found} leave the range of E8M0 with an exponent bias of {bias}.")
+    return shifted.astype(np.uint8)
 
 
 def _array(
@@ -237,10 +243,6 @@ def gather(arrays: Mapping[Any, jax.Array], at: Location) -> np.ndarray:
         out[shard.index[len(lead) :]] = value
     assert out is not None
     return out
-
-
-def _stored_dtype(p: Parameter, spelling: Spelling) -> str:
-    return spelling.scale_dtype if p.path[-1] == "scale" else dtype_name(p.dtype)
 
 
 def _official(p: Parameter, value: np.ndarray, spec: Spec) -> np.ndarray:
