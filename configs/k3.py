@@ -1,4 +1,4 @@
-"""Kimi K3 as released: 2 779.5 B parameters, 105.4 B active (arXiv 2607.24653 and the release's config.json)."""
+"""Kimi K3 as released (arXiv 2607.24653): 2 779.5 B parameters, 105.4 B active, and 0.4 B of vision."""
 
 import jax.numpy as jnp
 
@@ -14,7 +14,13 @@ def config() -> K3Config:
         attention=("kda", "kda", "kda", "mla") * 23 + ("mla",),
         kda=KDAConfig(num_heads=96, head_dim=128, conv_width=4, decay_floor=-5.0, full_rank_gate=True),
         mla=MLAConfig(
-            num_heads=96, q_lora_rank=1536, kv_lora_rank=512, nope_dim=128, rope_dim=64, value_dim=128, output_gate=True
+            num_heads=96,
+            q_lora_rank=1536,
+            kv_lora_rank=512,
+            nope_dim=128,
+            rope_dim=64,
+            value_dim=128,
+            output_gate=True,
         ),
         moe=MoEConfig(
             num_experts=896,

@@ -1,4 +1,4 @@
-"""Kimi-Linear-48B-A3B as released (arXiv 2510.26692): 49.1 B parameters, 3.5 B active (3.1 B without embedding)."""
+"""Kimi-Linear-48B-A3B as released (arXiv 2510.26692): 49.1 B parameters, 3.5 B active with the embedding."""
 
 import jax.numpy as jnp
 
@@ -13,7 +13,9 @@ def config() -> K3Config:
         intermediate_size=9216,  # layer 0
         attention=("kda", "kda", "kda", "mla") * 6 + ("kda", "kda", "mla"),
         kda=KDAConfig(num_heads=32, head_dim=128, conv_width=4),
-        mla=MLAConfig(num_heads=32, q_lora_rank=None, kv_lora_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+        mla=MLAConfig(
+            num_heads=32, q_lora_rank=None, kv_lora_rank=512, nope_dim=128, rope_dim=64, value_dim=128
+        ),
         moe=MoEConfig(
             num_experts=256,
             experts_per_token=8,

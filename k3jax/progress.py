@@ -24,5 +24,10 @@ class Progress:
         left = max(self.total - self.done, 0) / max(rate, 1)
         logger.info(
             "%s: %.1f of %.1f GB (%.0f %%), %.0f MB/s, %.0f s left",
-            self.label, self.done / 1e9, self.total / 1e9, 100 * self.done / max(self.total, 1), rate / 1e6, left,
+            self.label,
+            self.done / 1e9,
+            self.total / 1e9,
+            100 * self.done / max(self.total, 1),
+            rate / 1e6,
+            left,
         )

@@ -1,4 +1,4 @@
-"""Routed experts between their two forms in memory: kernel [..., in, out] and packed MXFP4 [..., out, in/2] with scales."""
+"""Routed experts between two forms in memory: kernel [..., in, out] and packed MXFP4 [..., out, in/2]."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, UInt8
@@ -7,13 +7,15 @@ from pallas_kernels.mxfp4 import dequantize, quantize
 
 
 def pack(kernel: Float[Array, "*n I O"]) -> tuple[UInt8[Array, "*n O I2"], UInt8[Array, "*n O I32"]]:
-    """(packed, scale) of the nearest MXFP4 weights; one scale per 32 inputs. Raises ValueError unless I % 32 == 0."""
+    """(packed, scale) of the nearest MXFP4 weights, a scale per 32 inputs. Raises ValueError if I % 32 is not 0."""
     if kernel.shape[-2] % 32:
         raise ValueError(f"MXFP4 scales groups of 32 inputs, but this kernel has {kernel.shape[-2]} inputs.")
     return quantize(jnp.swapaxes(kernel, -1, -2))
 
 
-def unpack(packed: UInt8[Array, "*n O I2"], scale: UInt8[Array, "*n O I32"], dtype: jnp.dtype) -> Float[Array, "*n I O"]:
+def unpack(
+    packed: UInt8[Array, "*n O I2"], scale: UInt8[Array, "*n O I32"], dtype: jnp.dtype
+) -> Float[Array, "*n I O"]:
     """The kernel that packed weights stand for; exact in bf16 and fp32."""
     return jnp.swapaxes(dequantize(packed, scale, dtype), -1, -2)
 

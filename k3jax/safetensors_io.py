@@ -1,20 +1,15 @@
-"""Checkpoint folders of safetensors files: headers without data, slices of tensors, and atomic streamed writing.
+"""Checkpoint folders of safetensors files: headers without data, and slices of tensors.
 
-A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes. A
-folder holds `model.safetensors`, or shards with `model.safetensors.index.json`. Nothing here keeps a file mapped: a
-slice is read, or mapped, copied and unmapped.
+A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the
+bytes. A folder holds `model.safetensors`, or shards with `model.safetensors.index.json`. Nothing here keeps a
+file mapped: a slice is read, or mapped, copied and unmapped.
 """
 
-import errno
-import fcntl
 import json
 import mmap
 import os
-import shutil
 import struct
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +19,19 @@ import numpy as np
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-STAGING = ".saving-"
 DTYPES = {
-    "BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
-    "F64": np.dtype(np.float64), "U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64), "BOOL": np.dtype(np.bool_), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "F64": np.dtype(np.float64),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 1 << 30  # bytes; 497 220 tensors in one file need 75 MB
@@ -50,18 +52,6 @@ class Tensor(NamedTuple):
     stop: int
 
 
-class Spec(NamedTuple):
-    """A tensor to be written."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
 def dtype_name(dtype: Any) -> str:
     return _NAMES[np.dtype(dtype)]
 
@@ -69,8 +59,8 @@ def dtype_name(dtype: Any) -> str:
 def read_folder(folder: str | Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint folder, from headers alone, in file order.
 
-    Raises FileNotFoundError (no weights, or a shard is missing) or CheckpointError (a damaged file, or an index that
-    does not describe its shards).
+    Raises FileNotFoundError (no weights, or a shard is missing) or CheckpointError (a damaged file, or an
+    index that does not describe its shards).
     """
     folder = Path(folder)
     single, index = folder / SINGLE, folder / INDEX
@@ -78,9 +68,11 @@ def read_folder(folder: str | Path) -> dict[str, Tensor]:
         if not single.exists():
             raise FileNotFoundError(f"{folder} holds no weights: it needs {SINGLE}, or shards with {INDEX}.")
         return read_header(single)
-    where = _read_index(index)
+    where = read_index(index)
     if single.exists() and SINGLE not in where.values():
-        raise CheckpointError(f"{folder} holds both {SINGLE} and an index that does not list it. Remove one of the two.")
+        raise CheckpointError(
+            f"{folder} holds both {SINGLE} and an index that does not list it. Remove one of the two."
+        )
     files = sorted(set(where.values()))
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
@@ -110,7 +102,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
         head = f.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"{file} is not a complete safetensors file: {size} bytes, header of {length} bytes.")
+            raise CheckpointError(
+                f"{file} is not a complete safetensors file: {size} bytes, header of {length} bytes."
+            )
         try:
             raw = json.loads(f.read(length))
             raw.pop("__metadata__", None)
@@ -120,8 +114,14 @@ def read_header(file: Path) -> dict[str, Tensor]:
     tensors = dict(sorted(tensors.items(), key=lambda item: item[1].start))
     end = 8 + length
     for name, t in tensors.items():
-        if t.start != end or t.dtype in DTYPES and t.stop - t.start != prod(t.shape) * DTYPES[t.dtype].itemsize:
-            raise CheckpointError(f"{file}: {name!r} ({t.dtype} {list(t.shape)}) has offsets that do not fit its shape.")
+        if (
+            t.start != end
+            or t.dtype in DTYPES
+            and t.stop - t.start != prod(t.shape) * DTYPES[t.dtype].itemsize
+        ):
+            raise CheckpointError(
+                f"{file}: {name!r} ({t.dtype} {list(t.shape)}) has offsets that do not fit its shape."
+            )
         end = t.stop
     if end != size:
         state = "truncated" if end > size else "damaged"
@@ -133,10 +133,13 @@ def _tensor(file: Path, base: int, dtype: str, shape: list[int], data_offsets: l
     return Tensor(file, dtype, tuple(shape), base + data_offsets[0], base + data_offsets[1])
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor. Raises CheckpointError if that is not what the index holds."""
     try:
         where = json.loads(index.read_text())["weight_map"]
-        good = isinstance(where, dict) and all(isinstance(name, str) and name == Path(name).name for name in where.values())
+        good = isinstance(where, dict) and all(
+            isinstance(name, str) and name == Path(name).name for name in where.values()
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
     if not good:
@@ -149,7 +152,7 @@ def _some(names: Sequence[str], limit: int = 5) -> str:
 
 
 class Reader:
-    """Reads slices of tensors into arrays. Safe to use from several threads; closes what it opened on exit."""
+    """Reads slices of tensors into arrays. Several threads may use it; it closes what it opened on exit."""
 
     def __init__(self):
         self._files: dict[Path, int] = {}
@@ -164,11 +167,18 @@ class Reader:
     def read(self, tensor: Tensor) -> np.ndarray:
         """The whole tensor."""
         out = np.empty(tensor.shape, DTYPES[tensor.dtype])
-        self._fill(tensor, tensor.start, _bytes(out))
+        self._fill(tensor, tensor.start, as_bytes(out))
         return out
 
-    def read_into(self, out: np.ndarray, tensor: Tensor, shape: tuple[int, ...], index: tuple[slice, ...], transpose: bool) -> int:
-        """out[...] = tensor seen as `shape`, sliced, transposed if asked, cast to out's dtype. Returns the bytes read.
+    def read_into(
+        self,
+        out: np.ndarray,
+        tensor: Tensor,
+        shape: tuple[int, ...],
+        index: tuple[slice, ...],
+        transpose: bool,
+    ) -> int:
+        """out[...] = tensor seen as `shape`, sliced, transposed, cast to out's dtype. Returns bytes read.
 
         Temporary memory stays under 8 MiB, or one row of the tensor if that is longer.
         """
@@ -180,13 +190,15 @@ class Reader:
         stride = prod(shape[1:]) * dtype.itemsize
         whole = all(s.indices(n)[:2] == (0, n) for s, n in zip(inner, shape[1:], strict=True))
         if whole and not transpose and out.dtype == dtype and out.flags.c_contiguous:
-            self._fill(tensor, tensor.start + first * stride, _bytes(out))
+            self._fill(tensor, tensor.start + first * stride, as_bytes(out))
             return out.nbytes
         total = 0
         step = max(1, _CHUNK // max(stride, 1))
         for row in range(first, last, step):
             end = min(row + step, last)
-            block = self._rows(tensor, dtype, (end - row, *shape[1:]), tensor.start + row * stride, inner, whole)
+            block = self._rows(
+                tensor, dtype, (end - row, *shape[1:]), tensor.start + row * stride, inner, whole
+            )
             where = slice(row - first, end - first)
             if transpose:
                 out[:, where] = block.T
@@ -195,11 +207,13 @@ class Reader:
             total += block.nbytes
         return total
 
-    def _rows(self, tensor: Tensor, dtype: np.dtype, shape: tuple[int, ...], start: int, inner: Any, whole: bool) -> np.ndarray:
+    def _rows(
+        self, tensor: Tensor, dtype: np.dtype, shape: tuple[int, ...], start: int, inner: Any, whole: bool
+    ) -> np.ndarray:
         """A block of rows; when only some columns are wanted, only the pages that hold them are touched."""
         if whole:
             block = np.empty(shape, dtype)
-            self._fill(tensor, start, _bytes(block))
+            self._fill(tensor, start, as_bytes(block))
             return block
         page = start - start % mmap.ALLOCATIONGRANULARITY
         length = start - page + prod(shape) * dtype.itemsize
@@ -228,143 +242,6 @@ class Reader:
         return fd
 
 
-def _bytes(array: np.ndarray) -> memoryview:
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The memory of a contiguous array."""
     return memoryview(array.reshape(-1).view(np.uint8))
-
-
-def write_folder(
-    folder: str | Path,
-    specs: Sequence[Spec],
-    fetch: Callable[[int], np.ndarray],
-    *,
-    config: Mapping[str, Any],
-    max_shard_bytes: int,
-    writer: bool = True,
-) -> None:
-    """Writes tensors, config.json and, for more than one file, the index. `fetch(i)` returns the value of specs[i].
-
-    Values are fetched one at a time. The files are written to a hidden folder inside and moved when all are complete:
-    until then an earlier checkpoint in the folder stays as it was, and two savers take turns. `writer=False` only
-    fetches, in the same order: for the other processes of a distributed save.
-    """
-    shards = _shards(specs, max_shard_bytes)
-    if not writer:
-        for _, members in shards:
-            for i in members:
-                fetch(i)
-        return
-    with _replacing(Path(folder)) as staging:
-        for name, members in shards:
-            _write_shard(staging / name, [specs[i] for i in members], map(fetch, members))
-        if len(shards) > 1:
-            weight_map = {specs[i].name: name for name, members in shards for i in members}
-            index = {"metadata": {"total_size": sum(s.nbytes for s in specs)}, "weight_map": weight_map}
-            _write_json(staging / INDEX, index)
-        _write_json(staging / "config.json", config)
-
-
-def _shards(specs: Sequence[Spec], limit: int) -> list[tuple[str, list[int]]]:
-    """Consecutive tensors up to `limit` bytes per file (a larger tensor gets its own), wide dtypes first for alignment."""
-    groups: list[list[int]] = [[]]
-    size = 0
-    for i, spec in enumerate(specs):
-        if groups[-1] and size + spec.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(i)
-        size += spec.nbytes
-    names = [SINGLE] if len(groups) == 1 else [f"model-{n + 1:05}-of-{len(groups):05}.safetensors" for n in range(len(groups))]
-    width = lambda i: -DTYPES[specs[i].dtype].itemsize  # noqa: E731
-    return [(name, sorted(group, key=width)) for name, group in zip(names, groups, strict=True)]
-
-
-def _write_shard(file: Path, specs: Sequence[Spec], values: Iterator[np.ndarray]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for spec in specs:
-        header[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [offset, offset + spec.nbytes]}
-        offset += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(file, "wb", buffering=0) as f:
-        _write(f.fileno(), memoryview(struct.pack("<Q", len(text)) + text))
-        for spec, value in zip(specs, values, strict=True):
-            assert dtype_name(value.dtype) == spec.dtype and value.shape == spec.shape, (spec, value.dtype, value.shape)
-            _write(f.fileno(), _bytes(np.ascontiguousarray(value)))
-        os.fsync(f.fileno())
-
-
-def _write_json(file: Path, value: Any) -> None:
-    with open(file, "w") as f:
-        f.write(json.dumps(value, indent=1) + "\n")
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _write(fd: int, data: memoryview) -> None:
-    while len(data):
-        data = data[os.write(fd, data) :]
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A hidden folder inside `folder`. Its files replace the checkpoint's when the block succeeds, else are removed.
-
-    Both folders are locked by flock, which the system drops when a process dies: what a killed saver left is removed.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        with _locked(folder):
-            for old in folder.glob(STAGING + "*"):
-                with _locked(old, wait=False) as free:
-                    if free:
-                        shutil.rmtree(old, ignore_errors=True)
-            staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
-            stack.callback(shutil.rmtree, staging, ignore_errors=True)
-            stack.enter_context(_locked(staging))
-        try:
-            yield staging
-            with _locked(folder):
-                _replace(folder, staging)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise
-            free = shutil.disk_usage(folder).free
-            reason = f"{os.strerror(error.errno)} while saving to {folder} ({free} bytes free); what was there is unchanged"
-            raise OSError(error.errno, reason) from error
-
-
-def _replace(folder: Path, staging: Path) -> None:
-    """Moves the new files in, what makes them a checkpoint last: a half-done move is not taken for one."""
-    try:
-        old = set(_read_index(folder / INDEX).values()) if (folder / INDEX).exists() else set()
-    except CheckpointError:
-        old = set()
-    for name in [INDEX, SINGLE, *old]:
-        (folder / name).unlink(missing_ok=True)
-    for file in sorted(staging.iterdir(), key=lambda f: f.name in (SINGLE, INDEX)):
-        os.replace(file, folder / file.name)
-    fd = os.open(folder, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-@contextmanager
-def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds an flock on a folder; yields False if another holds it and `wait` is false. File systems may have none."""
-    try:
-        fd = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            held = True
-        except BlockingIOError:
-            held = False
-        except OSError:
-            held = wait
-        yield held
-    finally:
-        os.close(fd)

@@ -43,7 +43,7 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One array of the model: [layers?, experts?, *shape], whose leading axes are one tensor each in a checkpoint."""
+    """One array of the model, [layers?, experts?, *shape]: in a checkpoint a tensor per layer and expert."""
 
     path: Path
     name: str  # with `{}` for the layer and for the expert
@@ -57,7 +57,9 @@ class Parameter:
     @property
     def lead(self) -> tuple[int, ...]:
         """Sizes of the stacked axes."""
-        return (() if self.layers is None else (len(self.layers),)) + (() if self.experts is None else (self.experts,))
+        return (() if self.layers is None else (len(self.layers),)) + (
+            () if self.experts is None else (self.experts,)
+        )
 
     @property
     def tensor_size(self) -> int:
@@ -88,7 +90,9 @@ class Parameter:
 
     def stored_shape(self, spelling: Spelling) -> tuple[int, ...]:
         if self.path[-1] == "A_log":
-            return {"[H]": self.shape, "[1, 1, H, 1]": (1, 1, *self.shape, 1), "padded": (self.pad or 0,)}[spelling.a_log]
+            return {"[H]": self.shape, "[1, 1, H, 1]": (1, 1, *self.shape, 1), "padded": (self.pad or 0,)}[
+                spelling.a_log
+            ]
         return self.shape if self.is_residual_row and not spelling.residual_row else self.stored
 
     def tensor_name(self, spelling: Spelling, layer: int | None = None, expert: int | None = None) -> str:
@@ -109,14 +113,14 @@ class Location(NamedTuple):
 class TensorNames:
     """All tensors of a model.
 
-        table = TensorNames(model)           concrete or abstract (nnx.eval_shape)
-        table.locate("language_model.model.layers.3.self_attn.o_proj.weight")
-        for location in table.locations(): …
+    table = TensorNames(model)           concrete or abstract (nnx.eval_shape)
+    table.locate("language_model.model.layers.3.self_attn.o_proj.weight")
+    for location in table.locations(): …
     """
 
     def __init__(self, model: nnx.Module, config: K3Config):
         self.config = config
-        stacks = getattr(model, "model").layers.layers_of_stacks
+        stacks = model.model.layers.layers_of_stacks
         variables = nnx.to_flat_state(nnx.state(model))
         self.parameters = tuple(
             _parameter(path, v, config, stacks)
@@ -126,7 +130,9 @@ class TensorNames:
         self._places: dict[str, tuple[Parameter, int | None]] = {}
         for p in self.parameters:
             for position, layer in [(None, None)] if p.layers is None else enumerate(p.layers):
-                name = p.name.format(*(() if layer is None else (layer,)), *(() if p.experts is None else ("*",)))
+                name = p.name.format(
+                    *(() if layer is None else (layer,)), *(() if p.experts is None else ("*",))
+                )
                 self._places[name] = self._places[_older(name)] = (p, position)
 
     def locate(self, name: str) -> Location | None:
@@ -138,7 +144,12 @@ class TensorNames:
             return None if place is None else Location(*place, None)
         number, _, leaf = tail.partition(".")
         place = self._places.get(f"{head}.experts.*.{leaf}")
-        if place is None or not number.isdecimal() or str(int(number)) != number or int(number) >= place[0].experts:
+        if (
+            place is None
+            or not number.isdecimal()
+            or str(int(number)) != number
+            or int(number) >= place[0].experts
+        ):
             return None
         return Location(*place, int(number))
 
@@ -148,7 +159,11 @@ class TensorNames:
             if p.layers is None:
                 yield Location(p, None, None)
         for layer in range(self.config.num_layers):
-            here = [(p, p.layers.index(layer)) for p in self.parameters if p.layers is not None and layer in p.layers]
+            here = [
+                (p, p.layers.index(layer))
+                for p in self.parameters
+                if p.layers is not None and layer in p.layers
+            ]
             for p, position in here:
                 if p.experts is None:
                     yield Location(p, position, None)
@@ -162,7 +177,7 @@ class TensorNames:
         return p.tensor_name(spelling, None if position is None else p.layers[position], expert)
 
     def is_mtp(self, name: str) -> bool:
-        """Whether a tensor that the model has no place for looks like one of a multi-token-prediction layer."""
+        """Whether a tensor without a place in the model looks like one of a multi-token-prediction layer."""
         name = name.removeprefix(PREFIX)
         parts = name.split(".")
         if any(part.startswith(("mtp", "nextn")) for part in parts):
@@ -188,7 +203,9 @@ def spelling_of(names: Mapping[str, Any], table: TensorNames) -> Spelling:
     return Spelling(**values)
 
 
-def _parameter(path: Path, variable: nnx.Variable, config: K3Config, stacks: tuple[tuple[int, ...], ...]) -> Parameter:
+def _parameter(
+    path: Path, variable: nnx.Variable, config: K3Config, stacks: tuple[tuple[int, ...], ...]
+) -> Parameter:
     value = variable.get_value()
     shape, layers, experts = tuple(value.shape), None, None
     parts = list(path)
@@ -226,4 +243,6 @@ def _layout(p: Parameter, config: K3Config) -> dict[str, Any]:
 def _older(name: str) -> str:
     """self_attention_res_proj.weight -> self_attention_res.proj_weight; other names stay."""
     head, found, leaf = name.rpartition("_res_")
-    return f"{head}_res.{leaf.replace('.', '_')}" if found and leaf in ("proj.weight", "norm.weight") else name
+    return (
+        f"{head}_res.{leaf.replace('.', '_')}" if found and leaf in ("proj.weight", "norm.weight") else name
+    )

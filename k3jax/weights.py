@@ -1,4 +1,4 @@
-"""Loads and saves models as official checkpoints: strict, streamed, and onto a mesh without reading more than it needs.
+"""Loads and saves models as official checkpoints: strict, streamed, onto a mesh, reading only what it needs.
 
     model = load("Kimi-K3", mesh=mesh)
     save(model, "out")
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ from jax.sharding import Mesh, NamedSharding
 from k3jax.config import K3Config
 from k3jax.model import K3
 from k3jax.progress import Progress
-from k3jax.safetensors_io import CheckpointError, Reader, Spec, Tensor, dtype_name, read_folder, write_folder
+from k3jax.safetensors_io import CheckpointError, Reader, Tensor, dtype_name, read_folder
+from k3jax.safetensors_write import Spec, write_folder
 from k3jax.sharding import TRAIN, Rules, shardings
 from k3jax.tensor_names import Location, Parameter, Spelling, TensorNames, spelling_of
 from k3jax.weights_match import match
 
 MAX_SHARD_BYTES = 5_000_000_000
-_PIECE = 1 << 30  # bytes gathered in host memory before they go to an accelerator, or one layer if that is more
+_PIECE = (
+    1 << 30
+)  # bytes gathered in host memory before they go to an accelerator, or one layer if that is more
 _THREADS = min(8, os.cpu_count() or 1)
 
 logger = logging.getLogger(__name__)
@@ -49,13 +53,14 @@ def load(
 ) -> K3:
     """The model in a checkpoint folder, on the default device or spread over `mesh` by `rules`.
 
-    config      instead of the folder's config.json; whether experts are packed is decided by the tensors alone
-    dtype       of weights and computation instead of the config's; what the release stores in fp32 stays fp32
+    config      instead of the folder's config.json; whether experts are packed, the tensors decide alone
+    dtype       of weights and computation instead of the config's; what the release has in fp32 stays fp32
     scale_bias  exponent bias of MXFP4 scales: 127, or 125 for checkpoints of an older exporter
 
-    Every tensor must be there, have its shape and belong to the model. The exception is a multi-token-prediction
-    layer, which a checkpoint may have or lack: what is left out is logged. Raises CheckpointError with the list of
-    faults, ConfigError or FileNotFoundError. Beyond the model itself, a host holds at most one piece of one parameter.
+    Every tensor must be there, have its shape and belong to the model. The exception is a
+    multi-token-prediction layer, which a checkpoint may have or lack: what is left out is logged. Raises
+    CheckpointError with the list of faults, ConfigError or FileNotFoundError. Beyond the model itself, a host
+    holds at most one piece of one parameter.
     """
     tensors = read_folder(folder)
     config = stored_config(K3Config.load(folder) if config is None else config, tensors)
@@ -90,9 +95,10 @@ def save(
 ) -> None:
     """Writes a model as an official checkpoint: config.json, safetensors files and, if several, their index.
 
-    A model that was loaded is written as its checkpoint was spelled. `dtype` replaces that of the weights, except of
-    those that are always fp32. LoRA adapters are not part of it (k3jax.lora). Tensors are gathered one at a time. An
-    earlier checkpoint in the folder stays whole until the new one is complete. All processes must call this together.
+    A model that was loaded is written as its checkpoint was spelled. `dtype` replaces that of the weights,
+    except of those that are always fp32. LoRA adapters are not part of it (k3jax.lora). Tensors are gathered
+    one at a time. An earlier checkpoint in the folder stays whole until the new one is complete. All
+    processes must call this together.
     """
     config = model.config if dtype is None else model.config.in_dtype(dtype)
     table = TensorNames(abstract(config), config)
@@ -107,7 +113,12 @@ def save(
         return value
 
     write_folder(
-        folder, specs, fetch, config=config.to_dict(), max_shard_bytes=max_shard_bytes, writer=jax.process_index() == 0
+        folder,
+        specs,
+        fetch,
+        config=config.to_dict(),
+        max_shard_bytes=max_shard_bytes,
+        writer=jax.process_index() == 0,
     )
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"saved {folder}")
@@ -146,15 +157,21 @@ class _Source:
         ranges = [range(*s.indices(n)) for s, n in zip(index, (*lead, *p.shape), strict=True)]
         out = _aligned(tuple(map(len, ranges)), p.dtype)
         inner = tuple(slice(r.start, r.stop) for r in ranges[len(lead) :])
-        order = np.arange(len(tensors)).reshape(lead)[tuple(slice(r.start, r.stop) for r in ranges[: len(lead)])]
+        order = np.arange(len(tensors)).reshape(lead)[
+            tuple(slice(r.start, r.stop) for r in ranges[: len(lead)])
+        ]
         views = out.reshape(-1, *out.shape[len(lead) :])
-        jobs = sorted(zip((tensors[i] for i in order.flat), views, strict=True), key=lambda job: job[0][:1] + job[0][3:])
+        jobs = sorted(
+            zip((tensors[i] for i in order.flat), views, strict=True), key=lambda job: job[0][:1] + job[0][3:]
+        )
         step = -(-len(jobs) // (4 * _THREADS))
         batches = [jobs[i : i + step] for i in range(0, len(jobs), step)]
         self.progress.add(sum(self.pool.map(partial(self._batch, p, inner), batches)))
         return out
 
-    def _batch(self, p: Parameter, inner: tuple[slice, ...], jobs: Sequence[tuple[Tensor, np.ndarray]]) -> int:
+    def _batch(
+        self, p: Parameter, inner: tuple[slice, ...], jobs: Sequence[tuple[Tensor, np.ndarray]]
+    ) -> int:
         index = inner[::-1] if p.transpose else inner
         total = 0
         for tensor, out in jobs:
@@ -170,7 +187,7 @@ class _Source:
 def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """An uninitialised array on a 64-byte boundary: the CPU backend takes it over instead of copying it."""
     dtype = np.dtype(dtype)
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    size = prod(shape) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)
@@ -181,41 +198,49 @@ def rebias(scales: np.ndarray, bias: int, name: str) -> np.ndarray:
     shifted = scales.astype(np.int16) + (127 - bias)
     if scales.size and not (0 <= shifted.min() and shifted.max() <= 254):
         found = f"from {scales.min()} to {scales.max()}"
-        raise CheckpointError(f"{name}: scale bytes {found} leave the range of E8M0 with an exponent bias of {bias}.")
+        raise CheckpointError(
+            f"{name}: scale bytes {found} leave the range of E8M0 with an exponent bias of {bias}."
+        )
     return shifted.astype(np.uint8)
 
 
 def _array(
-    shape: tuple[int, ...], p: Parameter, read: Callable[[tuple[slice, ...]], np.ndarray], place: NamedSharding | None
+    shape: tuple[int, ...],
+    p: Parameter,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+    place: NamedSharding | None,
 ) -> jax.Array:
     """The parameter on its devices. Each distinct part is read once per process."""
     if place is None:
-        device = jax.config.jax_default_device or jax.local_devices()[0]
-        return _on_device(tuple(slice(0, n) for n in shape), p, read, device, committed=False)
+        return _on_device(tuple(slice(0, n) for n in shape), p, read, None)
     parts: dict[Any, jax.Array] = {}
     arrays = []
     for device, index in place.addressable_devices_indices_map(shape).items():
         ranges = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         if ranges not in parts:
-            parts[ranges] = _on_device(tuple(slice(*r) for r in ranges), p, read, device, committed=True)
+            parts[ranges] = _on_device(tuple(slice(*r) for r in ranges), p, read, device)
         arrays.append(jax.device_put(parts[ranges], device))
     return jax.make_array_from_single_device_arrays(shape, place, arrays)
 
 
-def _on_device(index: tuple[slice, ...], p: Parameter, read: Any, device: Any, committed: bool) -> jax.Array:
-    """p[index]. On an accelerator a large stack is put together there, layer by layer, not in host memory."""
-    put = partial(jax.device_put, device=device if committed else None)
+def _on_device(index: tuple[slice, ...], p: Parameter, read: Any, device: jax.Device | None) -> jax.Array:
+    """p[index] on a device (None: the default). What exceeds _PIECE is put together there, layer by layer."""
     shape = tuple(s.stop - s.start for s in index)
-    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(p.dtype).itemsize
-    if p.layers is None or size <= _PIECE or device.platform == "cpu":
-        return put(read(index))
+    size = prod(shape) * np.dtype(p.dtype).itemsize
+    if p.layers is None or size <= _PIECE or _takes_over(device):
+        return jax.device_put(read(index), device).block_until_ready()
     step = max(1, _PIECE * shape[0] // size)
-    whole = put(jnp.zeros(shape, p.dtype, device=device))
+    whole = jnp.zeros(shape, p.dtype, device=device)
     for start in range(0, shape[0], step):
         first = index[0].start + start
-        piece = put(read((slice(first, min(first + step, index[0].stop)), *index[1:])))
-        whole = _insert(whole, piece, start)
+        piece = read((slice(first, min(first + step, index[0].stop)), *index[1:]))
+        whole = _insert(whole, jax.device_put(piece, device), start).block_until_ready()
     return whole
+
+
+def _takes_over(device: jax.Device | None) -> bool:
+    """Whether arrays of this device live in the host memory that they were read into."""
+    return (jax.default_backend() if device is None else device.platform) == "cpu"
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -251,7 +276,7 @@ def _official(p: Parameter, value: np.ndarray, spec: Spec) -> np.ndarray:
     if p.path[-1] == "scale":
         return value.view(np.uint8 if spec.dtype == "U8" else jnp.float8_e8m0fnu)
     value = value.astype(p.dtype, copy=False)
-    if value.size != np.prod(spec.shape):
+    if value.size != prod(spec.shape):
         value = np.pad(value, (0, spec.shape[0] - value.size))
     return value.reshape(spec.shape)
 

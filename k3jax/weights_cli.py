@@ -17,7 +17,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 after one line on what is wrong with the files (argparse exits with 2)."""
+    """Returns the exit status: 0, or 1 after a line on what is wrong with the files; argparse exits with 2."""
     args = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:
@@ -30,20 +30,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m k3jax.weights", description=__doc__, epilog=_EXAMPLES, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        "python -m k3jax.weights", description=__doc__, epilog=_EXAMPLES, formatter_class=raw
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     look = commands.add_parser("inspect", help="layer kinds, parameters, bytes and dtypes by part")
     look.add_argument("path", metavar="PATH", help="checkpoint folder or config.json")
     look.set_defaults(run=_inspect)
-    change = commands.add_parser("convert", help="routed experts bf16 <-> MXFP4, other shard sizes", epilog=_EXAMPLES,
-                                 formatter_class=raw)
+    change = commands.add_parser(
+        "convert",
+        help="routed experts bf16 <-> MXFP4, other shard sizes",
+        epilog=_EXAMPLES,
+        formatter_class=raw,
+    )
     change.add_argument("source", metavar="SRC", help="checkpoint folder")
-    change.add_argument("target", metavar="DST", help="folder to write; a checkpoint there is replaced when all is done")
-    change.add_argument("--to", choices=("bf16", "mxfp4"), help="form of the routed experts (default: as they are)")
-    change.add_argument("--shard-size", type=_size, default=MAX_SHARD_BYTES, metavar="SIZE",
-                        help="largest file, such as 500MB or 5GB (default)")
-    change.add_argument("--scale-bias", type=int, choices=(125, 127), default=127,
-                        help="exponent bias of the MXFP4 scales in SRC: 125 for an older exporter")
+    change.add_argument(
+        "target", metavar="DST", help="folder to write; a checkpoint there is replaced when all is done"
+    )
+    change.add_argument(
+        "--to", choices=("bf16", "mxfp4"), help="form of the routed experts (default: as they are)"
+    )
+    change.add_argument(
+        "--shard-size",
+        type=_size,
+        default=MAX_SHARD_BYTES,
+        metavar="SIZE",
+        help="largest file, such as 500MB or 5GB (default)",
+    )
+    change.add_argument(
+        "--scale-bias",
+        type=int,
+        choices=(125, 127),
+        default=127,
+        help="exponent bias of the MXFP4 scales in SRC: 125 for an older exporter",
+    )
     change.set_defaults(run=_convert)
     return parser
 

@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint folder: routed experts between bf16 and MXFP4, other shard sizes. One tensor in memory at a time."""
+"""Rewrites a checkpoint folder, tensor by tensor: routed experts in bf16 or MXFP4, other shard sizes."""
 
 import json
 import re
@@ -14,7 +14,8 @@ import numpy as np
 
 from k3jax.config import K3Config
 from k3jax.progress import Progress
-from k3jax.safetensors_io import DTYPES, INDEX, CheckpointError, Reader, Spec, Tensor, read_folder, write_folder
+from k3jax.safetensors_io import DTYPES, INDEX, CheckpointError, Reader, Tensor, read_folder
+from k3jax.safetensors_write import Spec, write_folder
 from k3jax.tensor_names import TensorNames
 from k3jax.weights import MAX_SHARD_BYTES, abstract, rebias, stored_config
 from k3jax.weights_match import match
@@ -43,10 +44,11 @@ def convert(
 ) -> None:
     """Writes the checkpoint in `source` to the folder `target`.
 
-    to          form of the routed experts, everything else then in the release's bf16 or fp32; None keeps all dtypes
-    scale_bias  exponent bias of the MXFP4 scales read (k3jax.weights.load); those written have 127
+    to          form of the routed experts, everything else then in the release's bf16 or fp32; None keeps all
+    dtypes scale_bias  exponent bias of the MXFP4 scales read (k3jax.weights.load); those written have 127
 
-    Other files of the folder (tokenizer, …) are copied. Raises CheckpointError if the source does not fit its config.
+    Other files of the folder (tokenizer, …) are copied. Raises CheckpointError if the source does not fit its
+    config.
     """
     source, target = Path(source), Path(target)
     if target.exists() and source.samefile(target):
@@ -66,13 +68,17 @@ def convert(
             return value
 
         specs = [spec for spec, _ in plan]
-        write_folder(target, specs, fetch, config=_config(source, config, to), max_shard_bytes=max_shard_bytes)
+        write_folder(
+            target, specs, fetch, config=_config(source, config, to), max_shard_bytes=max_shard_bytes
+        )
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json"):
             shutil.copyfile(file, target / file.name)
 
 
-def _plan(tensors: dict[str, Tensor], table: TensorNames, to: Format | None, bias: int) -> list[tuple[Spec, _Step]]:
+def _plan(
+    tensors: dict[str, Tensor], table: TensorNames, to: Format | None, bias: int
+) -> list[tuple[Spec, _Step]]:
     plan = []
     for name, t in tensors.items():
         scales = name.endswith(".weight_scale")
@@ -85,7 +91,9 @@ def _plan(tensors: dict[str, Tensor], table: TensorNames, to: Format | None, bia
         elif _EXPERT.search(name) and to == "mxfp4":
             out, inputs = t.shape
             if inputs % 32:
-                raise CheckpointError(f"{name}: MXFP4 scales groups of 32 inputs, but this tensor has {inputs} inputs.")
+                raise CheckpointError(
+                    f"{name}: MXFP4 scales groups of 32 inputs, but this tensor has {inputs} inputs."
+                )
             plan.append((Spec(f"{name}_packed", "U8", (out, inputs // 2)), _Step("pack", (t,))))
             plan.append((Spec(f"{name}_scale", "U8", (out, inputs // 32)), _Step("scale", (t,))))
         else:
@@ -97,7 +105,7 @@ def _plan(tensors: dict[str, Tensor], table: TensorNames, to: Format | None, bia
 
 
 class _Work:
-    """Makes tensors; the last quantised one is kept, since its codes and its scales are asked for one after the other."""
+    """Makes tensors. The last quantised one is kept: its codes are asked for, then its scales."""
 
     def __init__(self, reader: Reader, scale_bias: int):
         self.reader, self.scale_bias = reader, scale_bias

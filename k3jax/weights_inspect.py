@@ -1,4 +1,4 @@
-"""What a model consists of: parameters in all and per token, bytes and dtypes by part, from a config or from headers."""
+"""What a model consists of, by part: parameters, active ones, bytes, dtypes; from a config or headers."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from k3jax.config import K3Config
-from k3jax.safetensors_io import INDEX, SINGLE, Spec, read_folder
+from k3jax.safetensors_io import INDEX, SINGLE, read_folder
+from k3jax.safetensors_write import Spec
 from k3jax.tensor_names import Parameter, Spelling, TensorNames
 from k3jax.weights import abstract, official_specs, stored_config
 
@@ -63,7 +64,9 @@ def part_of(p: Parameter, config: K3Config) -> str:
         return "KDA" if config.attention[p.layers[0]] == "kda" else "MLA"
     if "block_sparse_moe" in path:
         inner = path[path.index("block_sparse_moe") + 1]
-        return {"experts": "routed experts", "shared_experts": "shared experts", "gate": "router"}.get(inner, "latent")
+        return {"experts": "routed experts", "shared_experts": "shared experts", "gate": "router"}.get(
+            inner, "latent"
+        )
     if "mlp" in path:
         return "dense MLP"
     return "attention residuals" if any(key.endswith("_res") for key in path) else "norms"
@@ -112,10 +115,11 @@ def _summary(path: Path, config: K3Config, source: str) -> list[str]:
     kinds = [config.feed_forward(i) for i in range(config.num_layers)]
     attention = Counter(config.attention)
     letters = "".join(kind[0].upper() for kind in config.attention)
+    layers = f"{config.num_layers} = {attention['kda']} KDA + {attention['mla']} MLA"
     experts = "" if moe is None else f" ({moe.num_experts} experts, {moe.experts_per_token} per token)"
     return [
         f"{path}: {source}",
-        f"layers      {config.num_layers} = {attention['kda']} KDA + {attention['mla']} MLA; {_runs(kinds)}{experts}",
+        f"layers      {layers}; {_runs(kinds)}{experts}",
         f"attention   {letters}",
         f"parameters  {_short(count.total)} total, {_short(count.active)} active"
         + (f"; vision {_short(count.vision)}" if count.vision else ""),
@@ -145,11 +149,16 @@ def _rows(parts: dict[str, Part]) -> list[str]:
         whole.active += part.active
         whole.nbytes += part.nbytes
         whole.dtypes += part.dtypes
-    lines = [f"{'part':24}{'tensors':>9}{'parameters':>18}{'active':>17}{'bytes':>20}  dtypes"]
+    lines = [_row("part", "tensors", "parameters", "active", "bytes", "dtypes")]
     for name, part in [*sorted(parts.items(), key=lambda item: -item[1].nbytes), ("all", whole)]:
         dtypes = ", ".join(dtype for dtype, _ in part.dtypes.most_common())
-        lines.append(f"{name:24}{part.tensors:9}{part.parameters:18,}{round(part.active):17,}{part.nbytes:20,}  {dtypes}")
+        numbers = (f"{n:,}" for n in (part.tensors, part.parameters, round(part.active), part.nbytes))
+        lines.append(_row(name, *numbers, dtypes))
     return lines
+
+
+def _row(part: str, tensors: str, parameters: str, active: str, nbytes: str, dtypes: str) -> str:
+    return f"{part:24}{tensors:>9}{parameters:>19}{active:>17}{nbytes:>19}  {dtypes}"
 
 
 def _weight(p: Parameter) -> int:
@@ -158,5 +167,8 @@ def _weight(p: Parameter) -> int:
 
 
 def _active(p: Parameter, config: K3Config) -> float:
-    return 1.0 if p.experts is None or config.moe is None else config.moe.experts_per_token / config.moe.num_experts
-
+    return (
+        1.0
+        if p.experts is None or config.moe is None
+        else config.moe.experts_per_token / config.moe.num_experts
+    )

@@ -1,4 +1,4 @@
-"""Pairs the tensors of a checkpoint with the parameters of a model; whatever does not fit is an error with a list."""
+"""Pairs the tensors of a checkpoint with the parameters of a model; an error lists what does not fit."""
 
 import difflib
 import logging
@@ -16,9 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def match(tensors: Mapping[str, Tensor], table: TensorNames, where: str) -> dict[Path, list[Tensor]]:
-    """Per parameter its tensors, layer by layer and expert by expert. Raises CheckpointError listing every fault."""
+    """Per parameter its tensors by layer and expert. Raises CheckpointError listing every fault."""
     found: dict[Path, list[Tensor | None]] = {
-        p.path: [None] * ((1 if p.layers is None else len(p.layers)) * (p.experts or 1)) for p in table.parameters
+        p.path: [None] * ((1 if p.layers is None else len(p.layers)) * (p.experts or 1))
+        for p in table.parameters
     }
     unexpected, faults, mtp = [], [], []
     for name, tensor in tensors.items():
@@ -37,23 +38,26 @@ def match(tensors: Mapping[str, Tensor], table: TensorNames, where: str) -> dict
         slots[slot] = tensor
     spelling = spelling_of(tensors, table)
     missing = [
-        table.name(at, spelling)
-        for at in table.locations()
-        if found[at.parameter.path][_slot(at)] is None
+        table.name(at, spelling) for at in table.locations() if found[at.parameter.path][_slot(at)] is None
     ]
     if missing or unexpected or faults:
         raise CheckpointError(
             f"{where} does not fit its config: {len(missing)} tensors missing, {len(unexpected)} unexpected, "
             f"{len(faults)} unusable."
             + _section("Missing", [f"{n}{_nearest(n, unexpected)}" for n in missing[:_LISTED]], len(missing))
-            + _section("Unexpected", [f"{n}{_nearest(n, missing)}" for n in unexpected[:_LISTED]], len(unexpected))
+            + _section(
+                "Unexpected", [f"{n}{_nearest(n, missing)}" for n in unexpected[:_LISTED]], len(unexpected)
+            )
             + _section("Unusable", faults[:_LISTED], len(faults))
         )
     if mtp:
         size = sum(tensors[name].stop - tensors[name].start for name in mtp)
         logger.warning(
             "%s: %d tensors (%.2f GB) of a multi-token-prediction layer are not loaded, such as %s.",
-            where, len(mtp), size / 1e9, mtp[0],
+            where,
+            len(mtp),
+            size / 1e9,
+            mtp[0],
         )
     complete = {path: [t for t in slots if t is not None] for path, slots in found.items()}
     for p in table.parameters:
@@ -86,7 +90,11 @@ def _check_dtypes(p: Parameter, tensors: Sequence[Tensor]) -> None:
     wanted = {"bfloat16": "BF16", "float32": "F32"}.get(str(p.dtype))
     others = {t.dtype for t in tensors} - {wanted}
     if wanted == "BF16" and others:
-        logger.warning("%s is stored in %s and rounded to bfloat16; dtype='float32' keeps it.", p.name, ", ".join(sorted(others)))
+        logger.warning(
+            "%s is stored in %s and rounded to bfloat16; dtype='float32' keeps it.",
+            p.name,
+            ", ".join(sorted(others)),
+        )
 
 
 def _check_padding(p: Parameter, tensors: Sequence[Tensor]) -> None:
@@ -96,6 +104,5 @@ def _check_padding(p: Parameter, tensors: Sequence[Tensor]) -> None:
         for layer, tensor in zip(p.layers or (), tensors, strict=True):
             if max(tensor.shape) != size and reader.read(tensor).reshape(-1)[size:].any():
                 raise CheckpointError(
-                    f"{p.name.format(layer)} holds {max(tensor.shape)} numbers for {size} heads, and those beyond are not 0."
+                    f"{p.name.format(layer)} has {max(tensor.shape)} numbers for {size} heads; the rest must be 0."
                 )
-
