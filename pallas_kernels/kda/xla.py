@@ -1,93 +1,214 @@
-"""Kimi Delta Attention in chunks of tokens, in plain XLA."""
+"""Kimi Delta Attention in chunks of tokens, in plain XLA, with a backward pass that recomputes each chunk.
+
+Within a chunk (rows t, s; P_t decays from the chunk's begin through t, X_s from after s to its end, both products):
+
+    L_ts = sum_d k_td k_sd e^(G_td - G_sd)  (t > s),   A_ts the same with q_t  (t >= s)
+    w = (I + diag(beta) L)^-1 diag(beta) (v - (k P) S);    o = (q P) S + A w;    S <- diag(P_last) S + (k X)' w
+
+e^(G_t - G_s) is never formed from cumulative sums. A pair t > s is split at the middle of the smallest aligned block of
+2, 4, 8 … tokens that holds both: t decays from the middle, s up to the middle. Each is one sum of log decays, all of
+one sign: nothing overflows and nothing cancels, whatever the decay, and log2(C) masked matmuls cover every pair.
+The same blocks invert I + diag(beta) L by halves; powers of L, which grow where keys repeat, are not needed.
+"""
+
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-CHUNK = 64  # tokens
+FORGET = -1e30  # stands for -inf in sums of log decays, where 0 * inf would be NaN
 
 
 def why_not(*args: Array, **kwargs: Array | None) -> str | None:
     return None
 
 
-def kda(q, k, v, log_decay, beta, state, *, reset=None, start=None):
-    T = q.shape[1]
+def kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float32[Array, "B T H K"],
+    beta: Float32[Array, "B T H"],
+    state: Float32[Array, "B H K V"],
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    start: Int32[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
+    """See `pallas_kernels.kda.kda`. A reset is a decay to nothing; rows are aligned to chunks by inert tokens."""
+    T, C = q.shape[1], _chunk_size(q.shape[-1])
     if reset is not None:
-        log_decay = jnp.where(reset[:, :, None, None], -jnp.inf, log_decay)
+        log_decay = jnp.where(reset[:, :, None, None], FORGET, log_decay)
         state = jnp.where(reset[:, 0, None, None, None], 0, state)
     tokens = q, k, v, log_decay, beta
     if start is None:
-        C = min(CHUNK, 1 << (T - 1).bit_length())
-        tokens = jax.tree.map(lambda x: _pad(x, 0, -T % C), tokens)
-        o, state = _chunks(*tokens, state, C)
+        o, state = _chunks([_pad(x, 0, -T % C) for x in tokens], state)
         return o[:, :T], state
-    skip = start % CHUNK
-    length = -(-(T + CHUNK - 1) // CHUNK) * CHUNK
-    slice_row = jax.vmap(lax.dynamic_slice_in_dim, (0, 0, None))
-    tokens = jax.tree.map(lambda x: slice_row(_pad(x, CHUNK, length - T), CHUNK - skip, length), tokens)
-    o, state = _chunks(*tokens, state, CHUNK)
-    return slice_row(o, skip, T), state
+    length = T + C - 1 + (1 - T) % C
+    skip = start % C
+    cut_row = jax.vmap(lax.dynamic_slice_in_dim, (0, 0, None))
+    o, state = _chunks([cut_row(_pad(x, C, length - T), C - skip, length) for x in tokens], state)
+    return cut_row(o, skip, T), state
 
 
-def _pad(x, before, after):
+def _chunk_size(K: int) -> int:
+    """Tokens per chunk, a divisor of 64: pairs cost C and passes over the state K / C per token (see bench.py)."""
+    return 32 if K >= 64 else 16
+
+
+def _pad(x: Float[Array, "B T ..."], before: int, after: int) -> Float[Array, "B T2 ..."]:
     return jnp.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
 
 
-def _dot(spec, a, b):
-    return jnp.einsum(spec, a, b, precision="highest")
+@jax.custom_vjp
+def _chunks(tokens: list[Array], state: Array) -> tuple[Array, Array]:
+    """Whole chunks, one after the other. tokens: q, k, v, log_decay, beta, each [B, T, H, ...]."""
+    return _chunks_forward(tokens, state)[0]
 
 
-def _halves(x):
-    x = x.reshape(*x.shape[:2], -1, 2, *x.shape[3:])
-    return x[:, :, :, 0], x[:, :, :, 1]
+def _chunks_forward(tokens, state):
+    C = _chunk_size(tokens[0].shape[-1])
+
+    def chunk(carry, i):
+        state, o = carry
+        o_chunk, after = _chunk(*_cut(tokens, i, C), state)
+        return (after, *_paste([o], [o_chunk], i, C)), state
+
+    steps = jnp.arange(tokens[0].shape[1] // C)
+    (last, o), states = lax.scan(chunk, (state, jnp.zeros_like(tokens[2])), steps)
+    return (o, last), (tokens, states)
+
+
+def _chunks_backward(saved, cotangents):
+    tokens, states = saved
+    do, dstate = cotangents
+    C = _chunk_size(tokens[0].shape[-1])
+
+    def chunk(carry, i_and_state):
+        dstate, grads = carry
+        i, state = i_and_state
+        chunk_grads, dstate = _chunk_pullback(*_cut(tokens, i, C), state, *_cut([do], i, C), dstate)
+        return (dstate, _paste(grads, chunk_grads, i, C)), None
+
+    carry = dstate, [jnp.zeros_like(x) for x in tokens]
+    (dstate, grads), _ = lax.scan(chunk, carry, (jnp.arange(len(states)), states), reverse=True)
+    return grads, dstate
+
+
+_chunks.defvjp(_chunks_forward, _chunks_backward)
+
+
+def _cut(arrays, i, C):
+    """Chunk i of each [B, T, H, ...], as [B, H, C, ...] in fp32."""
+    chunks = [lax.dynamic_slice_in_dim(x, i * C, C, axis=1) for x in arrays]
+    return [jnp.moveaxis(x, 2, 1).astype(jnp.float32) for x in chunks]
+
+
+def _paste(arrays, chunks, i, C):
+    chunks = [jnp.moveaxis(x, 1, 2).astype(whole.dtype) for x, whole in zip(chunks, arrays, strict=True)]
+    return [lax.dynamic_update_slice_in_dim(a, x, i * C, axis=1) for a, x in zip(arrays, chunks, strict=True)]
+
+
+@cache
+def _levels(C: int) -> tuple[Float32[np.ndarray, "L+2 C C"], Bool[np.ndarray, "L C C"]]:
+    """Which tokens' log decays each token sums, and which pairs (t, s) each level of blocks covers.
+
+    The last two sums are those of P (from the chunk's begin) and X (to its end), of which no pair is made.
+    """
+    t, s = np.arange(C)[:, None], np.arange(C)
+    sums, pairs = [], []
+    for half in 2 ** np.arange(C.bit_length() - 1):
+        middle = t // (2 * half) * (2 * half) + half
+        sums.append(np.where(t >= middle, (middle <= s) & (s <= t), (t < s) & (s < middle)))
+        pairs.append((t >= middle) & (s < middle) & (s >= middle - half))
+    sums += [s <= t, s > t]
+    return np.stack(sums).astype(np.float32), np.stack(pairs)
+
+
+_matmul = partial(jnp.einsum, precision="highest")
+_ab = partial(_matmul, "bhij,bhjk->bhik")
+_abt = partial(_matmul, "bhij,bhkj->bhik")
+_atb = partial(_matmul, "bhji,bhjk->bhik")
+
+
+def _decays(log_decay: Float32[Array, "B H C K"]) -> list[Float32[Array, "B H C K"]]:
+    """e^(each of the sums of `_levels`)."""
+    C = log_decay.shape[2]
+    sums = _levels(C)[0]
+    decays = jnp.exp(_ab(_per_head(sums.reshape(-1, C), log_decay), jnp.maximum(log_decay, FORGET)))
+    return jnp.split(decays, len(sums), axis=2)
+
+
+def _per_head(matrix: Float32[np.ndarray, "I J"], like: Float32[Array, "B H ..."]) -> Float32[Array, "B H I J"]:
+    """A constant repeated for, and sharded as, the heads of `like`: a batched product is faster than one with a copy."""
+    return matrix + jnp.zeros_like(like[:, :, :1, :1])
+
+
+def _products(q, k, beta, decays):
+    """L, A and the inverse of I + diag(beta) L, each [B, H, C, C]."""
+    C = q.shape[2]
+    pairs = _levels(C)[1]
+    L = A = 0
+    for decay, mask in zip(decays, pairs, strict=True):
+        rows = jnp.concatenate([q * decay, k * decay], axis=2)
+        product = _abt(rows, rows[:, :, C:])
+        A += jnp.where(mask, product[:, :, :C], 0)
+        L += jnp.where(mask, product[:, :, C:], 0)
+    A += jnp.sum(q * k, axis=-1, keepdims=True) * jnp.eye(C)
+    L_beta = beta[..., None] * L
+    inverse = jnp.eye(C) - jnp.where(pairs[0], L_beta, 0)
+    for mask in pairs[1:]:
+        inverse -= _ab(inverse, _ab(jnp.where(mask, L_beta, 0), inverse))
+    return L, A, inverse
 
 
 def _chunk(q, k, v, log_decay, beta, state):
-    """q.. [B C H K]"""
-    dtype = v.dtype
-    q, k, v, decay, beta = (jnp.moveaxis(x.astype(jnp.float32), 2, 1) for x in (q, k, v, jnp.exp(log_decay), beta))
-    B, H, C, K = q.shape
-    kb = k * beta[..., None]
-    from_start, to_end = decay[:, :, :, None], jnp.ones_like(decay)[:, :, :, None]
-    attn = jnp.sum(q * k, -1)[..., None, None]
-    inverse = jnp.ones_like(attn)
-    m = 1
-    while m < C:
-        q1 = _halves(q.reshape(B, H, -1, m, K))[1]
-        kb1 = _halves(kb.reshape(B, H, -1, m, K))[1]
-        k0 = _halves(k.reshape(B, H, -1, m, K))[0]
-        P0, P1 = _halves(from_start)
-        X0, X1 = _halves(to_end)
-        key = k0 * X0
-        qk = _dot("bhnik,bhnjk->bhnij", q1 * P1, key)
-        kk = _dot("bhnik,bhnjk->bhnij", kb1 * P1, key)
-        A0, A1 = _halves(attn)
-        I0, I1 = _halves(inverse)
-        attn = _join(A0, qk, A1)
-        inverse = _join(I0, -_dot("bhnij,bhnjk->bhnik", I1, _dot("bhnij,bhnjk->bhnik", kk, I0)), I1)
-        t0, t1 = P0[..., -1:, :], P1[..., -1:, :]
-        from_start = jnp.concatenate([P0, P1 * t0], -2)
-        to_end = jnp.concatenate([X0 * t1, X1], -2)
-        m *= 2
-    P, X, A, I = from_start[:, :, 0], to_end[:, :, 0], attn[:, :, 0], inverse[:, :, 0]
-    w = _dot("bhij,bhjv->bhiv", I, beta[..., None] * v - _dot("bhck,bhkv->bhcv", kb * P, state))
-    o = _dot("bhck,bhkv->bhcv", q * P, state) + _dot("bhij,bhjv->bhiv", A, w)
-    state = P[:, :, -1, :, None] * state + _dot("bhck,bhcv->bhkv", k * X, w)
-    return jnp.moveaxis(o, 1, 2).astype(dtype), state
+    """o and the next state from one chunk, [B, H, C, ...] in fp32."""
+    C = q.shape[2]
+    *decays, P, X = _decays(log_decay)
+    _, A, inverse = _products(q, k, beta, decays)
+    read = _ab(jnp.concatenate([q * P, k * P], axis=2), state)
+    w = _ab(inverse, beta[..., None] * (v - read[:, :, C:]))
+    return read[:, :, :C] + _ab(A, w), P[:, :, -1, :, None] * state + _atb(k * X, w)
 
 
-def _join(a, b, d):
-    return jnp.concatenate(
-        [jnp.concatenate([a, jnp.zeros_like(a)], -1), jnp.concatenate([b, d], -1)], -2)
+def _chunk_pullback(q, k, v, log_decay, beta, state, do, dnext):
+    """Gradients of q, k, v, log_decay, beta and of the state, from those of o and of the next state."""
+    C = q.shape[2]
+    sums, pairs = _levels(C)
+    *decays, P, X = _decays(log_decay)
+    L, A, inverse = _products(q, k, beta, decays)
+    qP, kP, kX = q * P, k * P, k * X
+    error = v - _ab(kP, state)
+    w = _ab(inverse, beta[..., None] * error)
 
+    dw = _atb(A, do) + _ab(kX, dnext)
+    dwrite = _atb(inverse, dw)  # of beta * error
+    dv = beta[..., None] * dwrite
+    dread = jnp.concatenate([do, -dv], axis=2)
+    dstate = P[:, :, -1, :, None] * dnext + _atb(jnp.concatenate([qP, kP], axis=2), dread)
+    dA = _abt(do, w)
+    dL_beta = -_abt(dwrite, w)  # d(M^-1) = -M^-1 dM M^-1
+    dbeta = jnp.sum(dwrite * error, axis=-1) + jnp.sum(jnp.tril(dL_beta, -1) * L, axis=-1)
+    dL = beta[..., None] * dL_beta
 
-def _chunks(q, k, v, log_decay, beta, state, C):
-    def body(S, i):
-        x = [lax.dynamic_slice_in_dim(t, i * C, C, 1) for t in (q, k, v, log_decay, beta)]
-        o, S = jax.checkpoint(_chunk)(*x, S)
-        return S, o
-    state, o = lax.scan(body, state, jnp.arange(q.shape[1] // C))
-    o = jnp.moveaxis(o, 0, 1)
-    return o.reshape(q.shape[:3] + v.shape[-1:]), state
+    dqP, dkP = jnp.split(_abt(dread, state), 2, axis=2)
+    dkX = _abt(w, dnext)
+    dlast = P[:, :, -1] * _matmul("bhkv,bhkv->bhk", state, dnext)
+    ddiagonal = jnp.diagonal(dA, axis1=2, axis2=3)[..., None]
+    dq = dqP * P + ddiagonal * k
+    dk = dkP * P + dkX * X + ddiagonal * q
+    dsums = []
+    for decay, mask in zip(decays, pairs, strict=True):
+        rows = jnp.concatenate([q * decay, k * decay], axis=2)
+        dproduct = jnp.concatenate([jnp.where(mask, dA, 0), jnp.where(mask, dL, 0)], axis=2)
+        drows = _ab(dproduct, rows[:, :, C:])
+        dq_decayed, dk_decayed = drows[:, :, :C], drows[:, :, C:] + _atb(dproduct, rows)
+        dq += dq_decayed * decay
+        dk += dk_decayed * decay
+        dsums.append(rows[:, :, :C] * dq_decayed + rows[:, :, C:] * dk_decayed)
+    dsums += [(qP * dqP + kP * dkP).at[:, :, -1].add(dlast), kX * dkX]
+    dlog_decay = _atb(_per_head(sums.reshape(-1, C), q), jnp.concatenate(dsums, axis=2))
+    return [dq, dk, dv, dlog_decay, dbeta], dstate
