@@ -1,0 +1,117 @@
+"""Laws of the Attention Residuals mix."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from pallas_kernels.attn_res import IMPLS, attn_res
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "component_ops.safetensors"
+EPS = 1e-5
+N, B, T, D = 3, 2, 5, 24
+every_impl = pytest.mark.parametrize("impl", IMPLS)
+mix = jax.jit(partial(attn_res, eps=EPS), static_argnames="impl")
+
+
+def inputs(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    sizes = np.array([0.3, 1.0, 20.0])[:, None, None, None]
+    prefix, blocks = rng.normal(size=(B, T, D)), rng.normal(size=(N, B, T, D)) * sizes
+    return jnp.asarray(prefix, dtype), jnp.asarray(blocks, dtype), jnp.asarray(rng.normal(size=D), np.float32)
+
+
+def formula(prefix, blocks, weight):
+    v = np.concatenate([blocks, prefix[None]]).astype(np.float64)
+    score = np.sum(v / np.sqrt(np.mean(v**2, -1, keepdims=True) + EPS) * np.asarray(weight, np.float64), -1)
+    prob = np.exp(score - score.max(0))
+    return np.sum((prob / prob.sum(0))[..., None] * v, 0)
+
+
+@partial(jax.jit, static_argnames="impl")
+def gradients(prefix, blocks, count, weight, g, *, impl):
+    return jax.vjp(lambda p, b, w: attn_res(p, b, count, w, eps=EPS, impl=impl), prefix, blocks, weight)[1](g)
+
+
+@every_impl
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_the_mix_equals_the_official_output(blocks, impl):
+    case = f"attn_res/{blocks}blocks/"
+    golden = {k.removeprefix(case): v for k, v in load_file(GOLDEN).items() if k.startswith(case)}
+    weight = golden["norm_weight"] * golden["proj_weight"][0]
+    residuals = golden["block_residual"].transpose(1, 0, 2)[:, None]
+    out = mix(golden["prefix_sum"][None], residuals, blocks, weight, impl=impl)[0]
+    np.testing.assert_allclose(out, golden["out"], rtol=0, atol=2e-6)
+
+
+@every_impl
+@pytest.mark.parametrize("count", range(N + 1))
+def test_the_mix_over_the_slots_in_use_equals_the_formula(count, impl):
+    prefix, blocks, weight = inputs()
+    expected = formula(prefix, blocks[:count], weight)
+    np.testing.assert_allclose(mix(prefix, blocks, count, weight, impl=impl), expected, rtol=1e-5, atol=1e-5)
+
+
+@every_impl
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_no_slot_in_use_gives_exactly_the_prefix(dtype, impl):
+    prefix, blocks, weight = inputs(dtype)
+    assert np.array_equal(mix(prefix, blocks, 0, weight, impl=impl), prefix)
+    assert np.array_equal(mix(prefix, blocks[:0], 0, weight, impl=impl), prefix)
+
+
+@every_impl
+@pytest.mark.parametrize("garbage", [-3e38, 7.0, np.nan])
+def test_slots_not_in_use_change_no_bit_of_output_or_gradients(garbage, impl):
+    prefix, blocks, weight = inputs()
+    g = jnp.ones_like(prefix)
+    clean, spoilt = blocks.at[2:].set(0), blocks.at[2:].set(garbage)
+    assert np.array_equal(mix(prefix, clean, 2, weight, impl=impl), mix(prefix, spoilt, 2, weight, impl=impl))
+    expected, got = (gradients(prefix, b, jnp.int32(2), weight, g, impl=impl) for b in (clean, spoilt))
+    assert all(np.array_equal(x, y) for x, y in zip(expected, got, strict=True))
+    assert not np.any(got[1][2:])
+
+
+@every_impl
+@pytest.mark.parametrize("count", [0, 2, N])
+def test_gradients_equal_those_of_the_formula_in_double_precision(count, impl):
+    prefix, blocks, weight = inputs()
+    g = np.random.default_rng(1).normal(size=prefix.shape)
+    got = gradients(prefix, blocks, jnp.int32(count), weight, jnp.asarray(g, jnp.float32), impl=impl)
+
+    def loss(prefix, blocks, weight):
+        return np.sum(formula(prefix, blocks[:count], weight) * g)
+
+    args = [np.asarray(x, np.float64) for x in (prefix, blocks, weight)]
+    rng, step = np.random.default_rng(2), 1e-5
+    for i, gradient in enumerate(got):
+        direction = rng.normal(size=args[i].shape)
+        plus, minus = (loss(*args[:i], args[i] + s * direction, *args[i + 1 :]) for s in (step, -step))
+        expected = (plus - minus) / (2 * step)
+        assert np.sum(np.asarray(gradient, np.float64) * direction) == pytest.approx(expected, rel=2e-4, abs=1e-6)
+
+
+def test_bf16_candidates_are_scored_and_summed_in_fp32():
+    prefix, blocks, weight = inputs(jnp.bfloat16)
+    expected = jnp.asarray(formula(prefix, blocks, weight), jnp.bfloat16)
+    out = mix(prefix, blocks, N, weight)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), rtol=2**-7)
+    assert np.mean(out == expected) > 0.98  # the rest sits on a rounding boundary of bf16
+
+
+def test_no_fp32_copy_of_the_candidates_is_stored():
+    tokens, hidden, slots = 24_576, 64, 8
+    x = jax.ShapeDtypeStruct((1, tokens, hidden), jnp.bfloat16)
+    b = jax.ShapeDtypeStruct((slots, *x.shape), jnp.bfloat16)
+    count, w = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((hidden,), jnp.float32)
+    per_candidate = 4 * tokens * (slots + 1)  # one fp32 number per candidate and token
+    one_candidate = 4 * tokens * hidden
+    forward = mix.lower(x, b, count, w).compile().memory_analysis()
+    backward = gradients.lower(x, b, count, w, x, impl=None).compile().memory_analysis()
+    assert forward.temp_size_in_bytes < 4 * per_candidate
+    assert backward.temp_size_in_bytes < 8 * per_candidate + 2 * one_candidate
