@@ -179,12 +179,12 @@ def preprocess(
     *,
     max_pixels: int = MAX_PIXELS,
 ) -> ImagePatches:
-    """Cuts an image (Pillow's, the bytes of a file, or its path) into normalised patches, as official K3 does.
+    """Cuts an image (Pillow's, the bytes of a file, or its path) into normalised patches, as official K3.
 
     It is resized with Pillow's bicubic filter (palette and 1-bit images: nearest neighbour, before their
     colours are looked up), laid over a chessboard where transparent, padded with 0 at right and bottom, and
-    becomes (x/255 - mean) / std in fp32. Of an animation the first frame counts; EXIF turns nothing. We differ
-    in one thing: 16-bit grey keeps its upper 8 bits, where Pillow alone would clip it to white.
+    becomes (x/255 - mean) / std in fp32. Of an animation the first frame counts; EXIF turns nothing.
+    We differ in one thing: 16-bit grey keeps its upper 8 bits, where Pillow alone would clip it to white.
     Raises ImageError for what is no image, is broken or cut off, or has more than `max_pixels` pixels, which
     is checked before anything is decoded.
     """
@@ -274,7 +274,7 @@ def media_repeats(
     if len(places) != len(tokens_per_image):
         raise ImageError(
             f"The prompt has {len(places)} image placeholders (id {pad_id}), "
-            f"but {len(tokens_per_image)} images came with it. Each image needs exactly one, not expanded yet."
+            f"but {len(tokens_per_image)} images came with it. Each needs exactly one, not expanded yet."
         )
     if len(places) and min(tokens_per_image) < 1:
         raise ImageError(f"Every image has at least one token, got {list(tokens_per_image)}.")
