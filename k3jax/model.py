@@ -13,10 +13,13 @@ from k3jax.attnres import AttentionResidual
 from k3jax.cache import Cache
 from k3jax.config import K3Config
 from k3jax.linear import Embedding, Linear
+from k3jax.mtp import MTPLayer
+from k3jax.multimodal import merge_images
 from k3jax.norm import RMSNorm
 from k3jax.packing import Packing
 from k3jax.param import normal
 from k3jax.stack import Layers
+from k3jax.vision import MoonViT, Patches, PatchMerger
 
 
 class Output(NamedTuple):
@@ -59,6 +62,12 @@ class K3(nnx.Module):
             config.hidden_size, config.vocab_size, ("embed", "vocab"), init=normal(config.init_std),
             dtype=config.param_dtype, rngs=rngs,
         )
+        if config.vision is not None:
+            kind: Any = {"param_dtype": config.param_dtype, "init_std": config.init_std, "rngs": rngs}
+            self.vision_tower = MoonViT(config.vision, dtype=config.dtype, **kind)
+            self.mm_projector = PatchMerger(config.vision, config.hidden_size, **kind)
+        if config.num_mtp_layers:
+            self.mtp = MTPLayer(config, rngs=rngs)
 
     def __call__(
         self,
@@ -69,6 +78,7 @@ class K3(nnx.Module):
         adapters: Int[Array, "B"] | Int[Array, "B T"] | None = None,
         picks: Any = None,
         histogram: bool = False,
+        image_features: Float[Array, "B M D"] | None = None,
     ) -> Output:
         """Hidden states of T tokens per row.
 
@@ -77,9 +87,17 @@ class K3(nnx.Module):
         adapters  LoRA adapter of each row (or token); 0 or None: the base model
         picks     experts to use instead of the router's choice: the `routing` experts of an earlier call
         histogram also count what Quantile Balancing needs
+        image_features  what `encode_images` made of each row's images, for the placeholders in `ids`
         """
         packing = self.packing(ids, segments, cache, adapters)
-        return self.model(self.model.embed_tokens(ids, packing), packing, cache, picks, histogram)
+        x = self.model.embed_tokens(ids, packing)
+        if image_features is not None:
+            x = merge_images(x, ids, image_features, self.config)
+        return self.model(x, packing, cache, picks, histogram)
+
+    def encode_images(self, patches: Patches) -> Float[Array, "B C D"]:
+        """Embeddings of each row's image tokens, in order (`k3jax.vision.pack_patches`)."""
+        return self.mm_projector(self.vision_tower(patches))
 
     def packing(
         self, ids: Int[Array, "B T"], segments: Any = None, cache: Cache | None = None, adapters: Any = None
