@@ -24,7 +24,8 @@ def conv1d(
     window   the W - 1 inputs before the row's first token, oldest first; zeros start a sequence
     reset    True: a sequence starts at this token, no tap reaches behind it
     lengths  real tokens of each row, the rest is right padding (its y means nothing); None: all T
-    Returns y and the window after the last real token: always W - 1 inputs, the older ones from `window` when fewer
-    were given, zeros where they belong to an earlier sequence. A row without real tokens returns its window unchanged.
+    Returns y and the window after the last real token: always W - 1 inputs, the older ones from `window`
+    when fewer were given, zeros where they belong to an earlier sequence. A row without real tokens returns
+    its window unchanged. Padding must be finite where gradients are taken: zero times NaN is NaN.
     """
     return run("conv1d", IMPLS, impl, x, weight, window, reset=reset, lengths=lengths)

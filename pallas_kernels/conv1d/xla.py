@@ -34,7 +34,10 @@ def conv1d(
 
 
 def _last_inputs(
-    inputs: Float[Array, "B S D"], W: int, reset: Bool[Array, "B T"] | None, lengths: Int32[Array, " B"] | None
+    inputs: Float[Array, "B S D"],
+    W: int,
+    reset: Bool[Array, "B T"] | None,
+    lengths: Int32[Array, " B"] | None,
 ) -> Float[Array, "B W-1 D"]:
     """The W - 1 inputs that end at each row's length, zero where a reset follows them."""
 

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: the gated delta rule with one decay per key channel (Kimi Linear, arXiv 2510.26692)."""
+"""Kimi Delta Attention, the delta rule with one decay per key channel (Kimi Linear, arXiv 2510.26692)."""
 
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
@@ -29,13 +29,13 @@ def kda(
     log_decay  nats per token, <= 0, of any size: -inf forgets everything
     state      S after the previous call; zeros start a sequence
     reset      True: S is set to zero before this token (the first of a sequence in a packed row)
-    start      position in its sequence of each row's first token, 0 if None. Chunks begin at multiples of 64 of that
-               position, so a sequence cut at such a multiple gives the bits of one pass over it; another cut gives
-               the same up to rounding.
+    start      position in its sequence of each row's first token, 0 if None. Chunks begin at multiples of 64
+               of that position, so a sequence cut at such a multiple gives the bits of one pass over it;
+               another cut gives the same up to rounding.
     Returns o in v's dtype and the last S. Sums run in fp32, and fp32 inputs are multiplied at full precision.
 
-    A token with beta = 0, log_decay = 0 and k = 0 leaves the state as it was: this is how the caller pads. Its other
-    inputs must still be finite (zero times NaN is NaN), and its o means nothing.
+    A token with beta = 0, log_decay = 0 and k = 0 leaves the state as it was, bit for bit: this is how the
+    caller pads. Its other inputs must still be finite (zero times NaN is NaN).
     """
     return run("kda", IMPLS, impl, q, k, v, log_decay, beta, state, reset=reset, start=start)
 

@@ -1,14 +1,16 @@
 """Kimi Delta Attention in chunks of tokens, in plain XLA, with a backward pass that recomputes each chunk.
 
-Within a chunk (rows t, s; P_t decays from the chunk's begin through t, X_s from after s to its end, both products):
+Within a chunk (G sums log_decay over its tokens; P_t decays from its begin to token t, X_s from s to its end)
 
     L_ts = sum_d k_td k_sd e^(G_td - G_sd)  (t > s),   A_ts the same with q_t  (t >= s)
-    w = (I + diag(beta) L)^-1 diag(beta) (v - (k P) S);    o = (q P) S + A w;    S <- diag(P_last) S + (k X)' w
+    w = (I + diag(beta) L)^-1 diag(beta) (v - (k P) S)
+    o = (q P) S + A w;   S <- diag(P_last) S + (k X)' w
 
-e^(G_t - G_s) is never formed from cumulative sums. A pair t > s is split at the middle of the smallest aligned block of
-2, 4, 8 … tokens that holds both: t decays from the middle, s up to the middle. Each is one sum of log decays, all of
-one sign: nothing overflows and nothing cancels, whatever the decay, and log2(C) masked matmuls cover every pair.
-The same blocks invert I + diag(beta) L by halves; powers of L, which grow where keys repeat, are not needed.
+e^(G_t - G_s) is never formed from cumulative sums. A pair t > s is split at the middle of the smallest
+aligned block of 2, 4, 8 ... tokens that holds both: t decays from the middle, s up to the middle. Each is
+one sum of log decays, all of one sign: nothing overflows and nothing cancels, whatever the decay, and
+log2(C) masked products cover every pair. The same blocks invert I + diag(beta) L by halves, without the
+powers of L, which grow where keys repeat.
 """
 
 from functools import cache, partial
@@ -37,7 +39,7 @@ def kda(
     reset: Bool[Array, "B T"] | None = None,
     start: Int32[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
-    """See `pallas_kernels.kda.kda`. A reset is a decay to nothing; rows are aligned to chunks by inert tokens."""
+    """See `pallas_kernels.kda.kda`. A reset is a decay to nothing, `start` adds inert tokens."""
     T, C = q.shape[1], _chunk_size(q.shape[-1])
     if reset is not None:
         log_decay = jnp.where(reset[:, :, None, None], FORGET, log_decay)
@@ -54,7 +56,7 @@ def kda(
 
 
 def _chunk_size(K: int) -> int:
-    """Tokens per chunk, a divisor of 64: pairs cost C and passes over the state K / C per token (see bench.py)."""
+    """Tokens per chunk, a divisor of 64; bench.py says why these."""
     return 32 if K >= 64 else 16
 
 
@@ -68,7 +70,10 @@ def _chunks(tokens: list[Array], state: Array) -> tuple[Array, Array]:
     return _chunks_forward(tokens, state)[0]
 
 
-def _chunks_forward(tokens, state):
+def _chunks_forward(
+    tokens: list[Array], state: Array
+) -> tuple[tuple[Array, Array], tuple[list[Array], Float32[Array, "N B H K V"]]]:
+    """(o, last state), and what the backward needs: the inputs and the state before each chunk."""
     C = _chunk_size(tokens[0].shape[-1])
 
     def chunk(carry, i):
@@ -81,7 +86,9 @@ def _chunks_forward(tokens, state):
     return (o, last), (tokens, states)
 
 
-def _chunks_backward(saved, cotangents):
+def _chunks_backward(
+    saved: tuple[list[Array], Array], cotangents: tuple[Array, Array]
+) -> tuple[list[Array], Array]:
     tokens, states = saved
     do, dstate = cotangents
     C = _chunk_size(tokens[0].shape[-1])
@@ -100,13 +107,14 @@ def _chunks_backward(saved, cotangents):
 _chunks.defvjp(_chunks_forward, _chunks_backward)
 
 
-def _cut(arrays, i, C):
+def _cut(arrays: list[Array], i: Int32[Array, ""], C: int) -> list[Float32[Array, "B H C ..."]]:
     """Chunk i of each [B, T, H, ...], as [B, H, C, ...] in fp32."""
     chunks = [lax.dynamic_slice_in_dim(x, i * C, C, axis=1) for x in arrays]
     return [jnp.moveaxis(x, 2, 1).astype(jnp.float32) for x in chunks]
 
 
-def _paste(arrays, chunks, i, C):
+def _paste(arrays: list[Array], chunks: list[Array], i: Int32[Array, ""], C: int) -> list[Array]:
+    """The inverse of `_cut`: writes chunk i of each array."""
     chunks = [jnp.moveaxis(x, 1, 2).astype(whole.dtype) for x, whole in zip(chunks, arrays, strict=True)]
     return [lax.dynamic_update_slice_in_dim(a, x, i * C, axis=1) for a, x in zip(arrays, chunks, strict=True)]
 
@@ -141,12 +149,14 @@ def _decays(log_decay: Float32[Array, "B H C K"]) -> list[Float32[Array, "B H C 
     return jnp.split(decays, len(sums), axis=2)
 
 
-def _per_head(matrix: Float32[np.ndarray, "I J"], like: Float32[Array, "B H ..."]) -> Float32[Array, "B H I J"]:
-    """A constant repeated for, and sharded as, the heads of `like`: a batched product is faster than one with a copy."""
+def _per_head(
+    matrix: Float32[np.ndarray, "I J"], like: Float32[Array, "B H ..."]
+) -> Float32[Array, "B H I J"]:
+    """A constant for each head of `like`, sharded alike: XLA multiplies batches faster than it copies."""
     return matrix + jnp.zeros_like(like[:, :, :1, :1])
 
 
-def _products(q, k, beta, decays):
+def _products(q: Array, k: Array, beta: Array, decays: list[Array]) -> tuple[Array, Array, Array]:
     """L, A and the inverse of I + diag(beta) L, each [B, H, C, C]."""
     C = q.shape[2]
     pairs = _levels(C)[1]
@@ -164,7 +174,9 @@ def _products(q, k, beta, decays):
     return L, A, inverse
 
 
-def _chunk(q, k, v, log_decay, beta, state):
+def _chunk(
+    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array
+) -> tuple[Float32[Array, "B H C V"], Float32[Array, "B H K V"]]:
     """o and the next state from one chunk, [B, H, C, ...] in fp32."""
     C = q.shape[2]
     *decays, P, X = _decays(log_decay)
@@ -174,7 +186,9 @@ def _chunk(q, k, v, log_decay, beta, state):
     return read[:, :, :C] + _ab(A, w), P[:, :, -1, :, None] * state + _atb(k * X, w)
 
 
-def _chunk_pullback(q, k, v, log_decay, beta, state, do, dnext):
+def _chunk_pullback(
+    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, do: Array, dnext: Array
+) -> tuple[list[Float32[Array, "B H C ..."]], Float32[Array, "B H K V"]]:
     """Gradients of q, k, v, log_decay, beta and of the state, from those of o and of the next state."""
     C = q.shape[2]
     sums, pairs = _levels(C)

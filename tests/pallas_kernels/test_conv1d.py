@@ -1,4 +1,4 @@
-"""Laws of the short convolution, for every implementation, against the definition in float64 and official outputs."""
+"""Laws of the short convolution, for every implementation: the definition in float64, official outputs."""
 
 from functools import cache, partial
 from pathlib import Path
@@ -133,7 +133,9 @@ def test_a_reset_in_the_padding_counts_for_nothing(impl, lengths):
     reset = np.arange(9) >= np.array(lengths)[:, None]
     _, last = forward(impl)(x, weight, window, reset=reset, lengths=np.array(lengths))
     for row, length in enumerate(lengths):
-        np.testing.assert_array_equal(last[row], np.concatenate([window[row], x[row]])[length : length + W - 1])
+        np.testing.assert_array_equal(
+            last[row], np.concatenate([window[row], x[row]])[length : length + W - 1]
+        )
 
 
 @each_impl
