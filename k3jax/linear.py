@@ -25,6 +25,10 @@ class LoRAScale(nnx.Variable):
     """alpha / rank per rank column, fp32; 0 for a column that this projection does not use."""
 
 
+class LoRAOwners(nnx.Variable):
+    """Adapter id of each rank column, int32; 0: free. One for the whole model."""
+
+
 class LoRAPool(nnx.Module):
     """Rank columns of all adapters for one projection: A [in, R], B [R, out], fp32. `stack` leads when layers are stacked."""
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Int32
 from k3jax.attnres import AttentionResidual
 from k3jax.cache import Cache
 from k3jax.config import K3Config
-from k3jax.linear import Embedding, Linear
+from k3jax.linear import Embedding, Linear, LoRAOwners
 from k3jax.mtp import MTPLayer
 from k3jax.multimodal import merge_images
 from k3jax.norm import RMSNorm
@@ -68,6 +68,7 @@ class K3(nnx.Module):
             self.mm_projector = PatchMerger(config.vision, config.hidden_size, **kind)
         if config.num_mtp_layers:
             self.mtp = MTPLayer(config, rngs=rngs)
+        self.lora_owners: LoRAOwners | None = nnx.data(None)
 
     def __call__(
         self,
@@ -105,7 +106,10 @@ class K3(nnx.Module):
         segments = jnp.ones_like(ids) if segments is None else segments
         if adapters is not None and adapters.ndim == 1:
             adapters = jnp.broadcast_to(adapters[:, None], ids.shape)
-        return Packing.of(segments, 0 if cache is None else cache.length, adapters=adapters, owners=None)
+        if adapters is not None and self.lora_owners is None:
+            raise ValueError("Adapters were asked for, but the model has none: attach them with k3jax.lora.Adapters.")
+        owners = None if self.lora_owners is None else self.lora_owners[...]
+        return Packing.of(segments, 0 if cache is None else cache.length, adapters=adapters, owners=owners)
 
     def logits(self, hidden: Float[Array, "B T D"], packing: Packing | None = None) -> Float[Array, "B T V"]:
         return self.lm_head(hidden, packing).astype(jnp.float32)

@@ -1,0 +1,70 @@
+"""Folds an adapter into the base weights: W + scale * A B, into bf16, fp32 or re-packed MXFP4."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from k3jax.linear import Embedding
+from k3jax.lora import Adapters
+from k3jax.moe import PackedExpertLinear
+from k3jax.quant import pack, unpack
+
+
+@dataclass(frozen=True)
+class MergeError:
+    """How far stored weights are from W + scale * A B, relative L2, the worst matrix of a projection."""
+
+    name: str
+    of_weight: float  # ||stored - exact|| / ||exact||
+    of_delta: float  # ||stored - exact|| / ||scale A B||: from 1 on, rounding outweighs the adapter
+
+
+def merge(adapters: Adapters, name: str) -> list[MergeError]:
+    """Merges `name` into the base for good and frees its columns. Returns the rounding error per projection."""
+    adapter = adapters[name]
+    errors = []
+    for p in adapters.covered(adapter.config):
+        a, b, scale = adapters.read(adapter, p)
+        module = p.module
+        delta = (a * scale[..., None, :], b)
+        if isinstance(module, PackedExpertLinear):
+            weights = (module.packed[...], module.scale[...])
+            (module.packed[...], module.scale[...]), error = _over_matrices(_merge_packed, weights, delta, p.stack)
+        else:
+            variable = module.weight if isinstance(module, Embedding) else module.kernel
+            variable[...], error = _over_matrices(_merge_dense, variable[...], delta, p.stack)
+        errors.append(MergeError(p.names[0], float(error[0].max()), float(error[1].max())))
+    adapters.remove(name)
+    return errors
+
+
+def _over_matrices(f: Callable[..., Any], weights: Any, delta: Any, stack: tuple[int, ...]) -> tuple[Any, tuple[Array, Array]]:
+    """Runs f matrix by matrix, so that only one exists in fp32 at a time."""
+    n = len(stack)
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[n:]), (weights, delta))
+    merged, error = jax.jit(lambda x: jax.lax.map(lambda y: f(*y), x))(flat)
+    return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), merged), error
+
+
+def _merge_dense(weight: Float[Array, "I O"], delta: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+    change = jnp.matmul(*delta, precision="highest")
+    exact = weight.astype(jnp.float32) + change
+    stored = exact.astype(weight.dtype)
+    return stored, _errors(stored.astype(jnp.float32), exact, change)
+
+
+def _merge_packed(weight: tuple[Array, Array], delta: tuple[Array, Array]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    change = jnp.matmul(*delta, precision="highest")
+    exact = unpack(*weight, jnp.float32) + change
+    stored = pack(exact)
+    return stored, _errors(unpack(*stored, jnp.float32), exact, change)
+
+
+def _errors(stored: Array, exact: Array, change: Array) -> tuple[Array, Array]:
+    off = jnp.linalg.norm(stored - exact)
+    tiny = jnp.finfo(jnp.float32).tiny
+    return off / jnp.maximum(jnp.linalg.norm(exact), tiny), off / jnp.maximum(jnp.linalg.norm(change), tiny)
