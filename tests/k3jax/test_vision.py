@@ -19,6 +19,7 @@ from k3jax.vision import (
     rotary_angles,
     token_counts,
 )
+from k3jax.weights import load
 
 FOLDER = Path(__file__).parents[1] / "golden" / "vision_tiny"
 CONFIG = K3Config.load(FOLDER / "checkpoint").vision
@@ -31,44 +32,23 @@ SIZE = 192  # patches per row, 172 of them real when all images are packed
 
 
 class Vision(nnx.Module):
-    def __init__(self, dtype=jnp.float32):
-        kind = {"param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
-        self.vision_tower = MoonViT(CONFIG, dtype=dtype, **kind)
-        self.mm_projector = PatchMerger(CONFIG, 48, **kind)
+    """The parts of a model that an image goes through."""
+
+    def __init__(self, tower: MoonViT, projector: PatchMerger):
+        self.vision_tower, self.mm_projector = tower, projector
 
     def __call__(self, patches):
         return self.mm_projector(self.vision_tower(patches))
 
 
-def official_weights(path, tensors):
-    """The weight at a module path: matrices are transposed, blocks stacked."""
-    name = ".".join("weight" if part == "kernel" else str(part) for part in path)
-    if ".blocks." in name:
-        stacked = [tensors[name.replace("blocks.", f"blocks.{i}.")] for i in range(CONFIG.num_layers)]
-        value = np.stack(stacked).astype(np.float32)
-    else:
-        value = tensors[name].astype(np.float32)
-    if path[-1] == "kernel":
-        value = value.reshape(*value.shape[:-3], -1) if value.ndim == 4 else value
-        value = np.swapaxes(value, -1, -2)
-    return jnp.asarray(value)
-
-
-def load_official(dtype=jnp.float32):
-    model = nnx.eval_shape(lambda: Vision(dtype))
-    tensors = load_file(FOLDER / "checkpoint" / "model.safetensors")
-    filled = []
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        value = official_weights(path, tensors)
-        assert value.shape == variable.get_value().shape, path
-        filled.append((path, variable.replace(value)))
-    nnx.update(model, nnx.from_flat_state(filled))
-    return model
+def load_official(dtype):
+    model = load(FOLDER / "checkpoint", dtype=dtype)
+    return Vision(model.vision_tower, model.mm_projector)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load_official()
+    return load_official(jnp.float32)
 
 
 @nnx.jit
