@@ -7,7 +7,7 @@ from pallas_kernels.mxfp4 import dequantize, quantize
 
 
 def pack(kernel: Float[Array, "*n I O"]) -> tuple[UInt8[Array, "*n O I2"], UInt8[Array, "*n O I32"]]:
-    """(packed, scale) of the nearest MXFP4 weights, a scale per 32 inputs. Raises ValueError if I % 32 is not 0."""
+    """(packed, scale) of the nearest MXFP4 weights, a scale per 32 inputs. ValueError unless 32 divides I."""
     if kernel.shape[-2] % 32:
         raise ValueError(f"MXFP4 scales groups of 32 inputs, but this kernel has {kernel.shape[-2]} inputs.")
     return quantize(jnp.swapaxes(kernel, -1, -2))

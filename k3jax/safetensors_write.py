@@ -1,4 +1,4 @@
-"""Writes checkpoint folders: one tensor at a time, and an earlier checkpoint stays whole until the new one is."""
+"""Writes checkpoint folders, tensor by tensor; an earlier checkpoint stays whole until the new one is."""
 
 import errno
 import fcntl

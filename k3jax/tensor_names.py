@@ -1,19 +1,23 @@
 """The table between tensor names of official checkpoints and the arrays of a model, in both directions.
 
 It follows from the modules, whose attributes mirror the checkpoint. What differs: layers are stacked here
-(`layers.stacks.<s>` with the layers of stack s in front), routed experts too, matrices are [in, out] here and
-[out, in] there, and a few tensors have their own layout. Names below carry no `language_model.` prefix.
+(`layers.stacks.<s>` with the layers of stack s in front), blocks of the vision tower and routed experts too,
+matrices are [in, out] here and [out, in] there, a few tensors have their own layout, and the prediction layer
+`mtp` is the layer after the last there. Names below carry no `language_model.` prefix.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from flax import nnx
 
 from k3jax.config import K3Config
-from k3jax.linear import LoRAParam, LoRAScale
+from k3jax.linear import LoRAOwners, LoRAParam, LoRAScale
+
+if TYPE_CHECKING:
+    from k3jax.model import K3
 
 PREFIX = "language_model."
 _OUTSIDE = ("vision_tower.", "mm_projector.")  # never prefixed
@@ -51,15 +55,14 @@ class Parameter:
     experts: int | None
     shape: tuple[int, ...]  # of one tensor, as the model holds it
     dtype: Any
-    pad: int | None = None  # length that a checkpoint may zero-pad a vector to
-    stored: tuple[int, ...] = field(default=())  # official shape
+    stored: tuple[int, ...]  # official shape
+    pad: int = 0  # length that a checkpoint may zero-pad A_log to
 
     @property
     def lead(self) -> tuple[int, ...]:
         """Sizes of the stacked axes."""
-        return (() if self.layers is None else (len(self.layers),)) + (
-            () if self.experts is None else (self.experts,)
-        )
+        layers = None if self.layers is None else len(self.layers)
+        return tuple(n for n in (layers, self.experts) if n is not None)
 
     @property
     def tensor_size(self) -> int:
@@ -76,12 +79,15 @@ class Parameter:
 
     @property
     def is_residual_row(self) -> bool:
-        return self.path[-2:] == ("proj", "weight") and self.path[-3] in _RESIDUALS
+        return self.name.endswith("_res_proj.weight")
 
     @property
     def view(self) -> tuple[int, ...]:
         """The checkpoint's tensor as the model sees it before transposing."""
         return self.shape[::-1] if self.transpose else self.shape
+
+    def position(self, layer: int | None) -> int | None:
+        return None if layer is None or self.layers is None else self.layers.index(layer)
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         if self.path[-1] == "A_log":
@@ -90,9 +96,8 @@ class Parameter:
 
     def stored_shape(self, spelling: Spelling) -> tuple[int, ...]:
         if self.path[-1] == "A_log":
-            return {"[H]": self.shape, "[1, 1, H, 1]": (1, 1, *self.shape, 1), "padded": (self.pad or 0,)}[
-                spelling.a_log
-            ]
+            shapes = {"[H]": self.shape, "[1, 1, H, 1]": (1, 1, *self.shape, 1), "padded": (self.pad,)}
+            return shapes[spelling.a_log]
         return self.shape if self.is_residual_row and not spelling.residual_row else self.stored
 
     def tensor_name(self, spelling: Spelling, layer: int | None = None, expert: int | None = None) -> str:
@@ -111,28 +116,30 @@ class Location(NamedTuple):
 
 
 class TensorNames:
-    """All tensors of a model.
+    """All tensors of a model, which may be abstract (nnx.eval_shape).
 
-    table = TensorNames(model)           concrete or abstract (nnx.eval_shape)
     table.locate("language_model.model.layers.3.self_attn.o_proj.weight")
-    for location in table.locations(): …
+    for location in table.locations(): print(table.name(location, Spelling()))
     """
 
-    def __init__(self, model: nnx.Module, config: K3Config):
+    def __init__(self, model: "K3", config: K3Config):
         self.config = config
         stacks = model.model.layers.layers_of_stacks
         variables = nnx.to_flat_state(nnx.state(model))
         self.parameters = tuple(
             _parameter(path, v, config, stacks)
             for path, v in variables
-            if not isinstance(v, LoRAParam | LoRAScale | nnx.RngState)
+            if not isinstance(v, LoRAParam | LoRAScale | LoRAOwners)
         )
+        groups: dict[str, list[Parameter]] = {}
+        for p in self.parameters:
+            groups.setdefault("" if p.layers is None else p.name.partition("{}")[0], []).append(p)
+        self._groups = groups
         self._places: dict[str, tuple[Parameter, int | None]] = {}
         for p in self.parameters:
             for position, layer in [(None, None)] if p.layers is None else enumerate(p.layers):
-                name = p.name.format(
-                    *(() if layer is None else (layer,)), *(() if p.experts is None else ("*",))
-                )
+                numbers = (layer, None if p.experts is None else "*")
+                name = p.name.format(*(n for n in numbers if n is not None))
                 self._places[name] = self._places[_older(name)] = (p, position)
 
     def locate(self, name: str) -> Location | None:
@@ -144,46 +151,34 @@ class TensorNames:
             return None if place is None else Location(*place, None)
         number, _, leaf = tail.partition(".")
         place = self._places.get(f"{head}.experts.*.{leaf}")
-        if (
-            place is None
-            or not number.isdecimal()
-            or str(int(number)) != number
-            or int(number) >= place[0].experts
-        ):
+        if place is None or not number.isdecimal() or number != str(int(number)):
             return None
-        return Location(*place, int(number))
+        expert = int(number)
+        return Location(*place, expert) if expert < place[0].experts else None
 
     def locations(self) -> Iterator[Location]:
         """Every tensor: those outside the layers, then layer by layer, expert by expert."""
-        for p in self.parameters:
-            if p.layers is None:
-                yield Location(p, None, None)
-        for layer in range(self.config.num_layers):
-            here = [
-                (p, p.layers.index(layer))
-                for p in self.parameters
-                if p.layers is not None and layer in p.layers
-            ]
-            for p, position in here:
-                if p.experts is None:
-                    yield Location(p, position, None)
-            routed = [(p, position) for p, position in here if p.experts is not None]
-            for expert in range(routed[0][0].experts if routed else 0):
-                for p, position in routed:
-                    yield Location(p, position, expert)
+        for group, members in sorted(self._groups.items(), key=lambda item: item[0] != ""):
+            layers = {None} if not group else {layer for p in members for layer in p.layers or ()}
+            for layer in sorted(layers, key=lambda n: n or 0):
+                here = [(p, p.position(layer)) for p in members if layer is None or layer in (p.layers or ())]
+                routed = [(p, position) for p, position in here if p.experts is not None]
+                yield from (Location(p, position, None) for p, position in here if p.experts is None)
+                for expert in range(routed[0][0].experts or 0 if routed else 0):
+                    yield from (Location(p, position, expert) for p, position in routed)
 
     def name(self, location: Location, spelling: Spelling) -> str:
         p, position, expert = location
         return p.tensor_name(spelling, None if position is None else p.layers[position], expert)
 
-    def is_mtp(self, name: str) -> bool:
-        """Whether a tensor without a place in the model looks like one of a multi-token-prediction layer."""
-        name = name.removeprefix(PREFIX)
-        parts = name.split(".")
-        if any(part.startswith(("mtp", "nextn")) for part in parts):
-            return True
-        layer = parts[2] if parts[:2] == ["model", "layers"] and len(parts) > 3 else ""
-        return layer.isdecimal() and int(layer) >= self.config.num_layers
+
+def is_mtp(name: str, config: K3Config) -> bool:
+    """Whether a tensor looks like one of a multi-token-prediction layer."""
+    parts = name.removeprefix(PREFIX).split(".")
+    if any(part.startswith(("mtp", "nextn")) for part in parts):
+        return True
+    layer = parts[2] if parts[:2] == ["model", "layers"] and len(parts) > 3 else ""
+    return layer.isdecimal() and int(layer) >= config.num_layers
 
 
 def spelling_of(names: Mapping[str, Any], table: TensorNames) -> Spelling:
@@ -209,40 +204,39 @@ def _parameter(
     value = variable.get_value()
     shape, layers, experts = tuple(value.shape), None, None
     parts = list(path)
+    if parts[0] == "mtp":
+        parts[:1] = ["model", "layers", config.num_layers]
     if "stacks" in parts:
         at = parts.index("stacks")
         layers, shape = stacks[int(parts[at + 1])], shape[1:]
         parts[at : at + 2] = ["{}"]
+    if "blocks" in parts:
+        layers, shape = tuple(range(shape[0])), shape[1:]
+        parts.insert(parts.index("blocks") + 1, "{}")
     if "experts" in parts:
         experts, shape = shape[0], shape[1:]
         parts.insert(parts.index("experts") + 1, "{}")
     parts[-1] = _LEAVES.get(parts[-1], parts[-1])
     if len(parts) > 2 and parts[-3] in _RESIDUALS:
         parts[-3:-1] = [f"{parts[-3]}_{parts[-2]}"]
-    p = Parameter(path, ".".join(map(str, parts)), layers, experts, shape, value.dtype)
-    return Parameter(**{**vars(p), **_layout(p, config)})
+    name = ".".join(map(str, parts))
+    stored = _stored_shape(path, name, shape, config)
+    return Parameter(path, name, layers, experts, shape, value.dtype, stored, config.kda.head_dim)
 
 
-def _layout(p: Parameter, config: K3Config) -> dict[str, Any]:
-    """The official shape of a parameter's tensors where it is not the model's."""
-    owner = str(p.path[-2]) if len(p.path) > 1 else ""
-    if p.path[-1] == "A_log":
-        return {"pad": config.kda.head_dim, "stored": p.shape}
-    if p.is_residual_row:
-        return {"stored": (1, *p.shape)}
-    if owner.endswith("_conv1d"):
-        channels, width = p.shape
-        return {"stored": (channels, 1, width)}
-    if p.path[-3:] == ("patch_embed", "proj", "kernel"):
+def _stored_shape(path: Path, name: str, shape: tuple[int, ...], config: K3Config) -> tuple[int, ...]:
+    """The official shape of a tensor that the model holds in `shape`."""
+    if name.endswith("_res_proj.weight"):
+        return (1, *shape)
+    if name.endswith("_conv1d.weight"):
+        return shape[0], 1, shape[1]
+    if name.endswith("patch_embed.proj.weight"):
         assert config.vision is not None
-        size = config.vision.patch_size
-        return {"stored": (p.shape[1], 3, size, size)}
-    return {"stored": p.view}
+        return shape[-1], 3, config.vision.patch_size, config.vision.patch_size
+    return shape[::-1] if path[-1] == "kernel" else shape
 
 
 def _older(name: str) -> str:
     """self_attention_res_proj.weight -> self_attention_res.proj_weight; other names stay."""
-    head, found, leaf = name.rpartition("_res_")
-    return (
-        f"{head}_res.{leaf.replace('.', '_')}" if found and leaf in ("proj.weight", "norm.weight") else name
-    )
+    head, _, leaf = name.rpartition("_res_")
+    return f"{head}_res.{leaf.replace('.', '_')}" if leaf in ("proj.weight", "norm.weight") else name

@@ -27,16 +27,14 @@ from jax.sharding import Mesh, NamedSharding
 from k3jax.config import K3Config
 from k3jax.model import K3
 from k3jax.progress import Progress
-from k3jax.safetensors_io import CheckpointError, Reader, Tensor, dtype_name, read_folder
+from k3jax.safetensors_io import DTYPES, CheckpointError, Reader, Tensor, dtype_name, read_folder
 from k3jax.safetensors_write import Spec, write_folder
 from k3jax.sharding import TRAIN, Rules, shardings
-from k3jax.tensor_names import Location, Parameter, Spelling, TensorNames, spelling_of
+from k3jax.tensor_names import Location, Parameter, Spelling, TensorNames, is_mtp, spelling_of
 from k3jax.weights_match import match
 
 MAX_SHARD_BYTES = 5_000_000_000
-_PIECE = (
-    1 << 30
-)  # bytes gathered in host memory before they go to an accelerator, or one layer if that is more
+_PIECE = 1 << 30  # bytes of a stack gathered on the host for an accelerator, or one layer if that is more
 _THREADS = min(8, os.cpu_count() or 1)
 
 logger = logging.getLogger(__name__)
@@ -138,10 +136,13 @@ def official_specs(table: TensorNames, spelling: Spelling) -> Iterator[tuple[Loc
 
 
 def stored_config(config: K3Config, tensors: Mapping[str, Tensor]) -> K3Config:
-    """`config` with what a checkpoint's tensors decide: packed experts."""
+    """`config` with what the tensors decide: packed experts, and whether there is a prediction layer."""
     packed = any(name.endswith(".weight_packed") for name in tensors)
     if config.moe is not None and config.moe.mxfp4 != packed:
         config = replace(config, moe=replace(config.moe, mxfp4=packed))
+    if config.num_mtp_layers and not any(is_mtp(name, config) for name in tensors):
+        logger.warning("The checkpoint has no multi-token-prediction layer, which its config announces.")
+        config = replace(config, num_mtp_layers=0)
     return config
 
 
@@ -152,17 +153,14 @@ class _Source:
         self.reader, self.pool, self.progress, self.scale_bias = reader, pool, progress, scale_bias
 
     def read(self, p: Parameter, tensors: Sequence[Tensor], index: tuple[slice, ...]) -> np.ndarray:
-        """p[index] in host memory, aligned so that the CPU backend can use it in place."""
-        lead = p.lead
-        ranges = [range(*s.indices(n)) for s, n in zip(index, (*lead, *p.shape), strict=True)]
-        out = _aligned(tuple(map(len, ranges)), p.dtype)
-        inner = tuple(slice(r.start, r.stop) for r in ranges[len(lead) :])
-        order = np.arange(len(tensors)).reshape(lead)[
-            tuple(slice(r.start, r.stop) for r in ranges[: len(lead)])
-        ]
+        """p[index] in host memory, read in file order; aligned, so that the CPU backend uses it in place."""
+        out = _aligned(tuple(s.stop - s.start for s in index), p.dtype)
+        lead, inner = index[: len(p.lead)], index[len(p.lead) :]
+        numbers = np.arange(len(tensors)).reshape(p.lead)[lead]
         views = out.reshape(-1, *out.shape[len(lead) :])
         jobs = sorted(
-            zip((tensors[i] for i in order.flat), views, strict=True), key=lambda job: job[0][:1] + job[0][3:]
+            zip((tensors[i] for i in numbers.flat), views, strict=True),
+            key=lambda job: (job[0].file, job[0].start),
         )
         step = -(-len(jobs) // (4 * _THREADS))
         batches = [jobs[i : i + step] for i in range(0, len(jobs), step)]
@@ -274,7 +272,7 @@ def _official(p: Parameter, value: np.ndarray, spec: Spec) -> np.ndarray:
     """A tensor in the shape and dtype of the checkpoint."""
     value = value.T if p.transpose else value
     if p.path[-1] == "scale":
-        return value.view(np.uint8 if spec.dtype == "U8" else jnp.float8_e8m0fnu)
+        return value.view(DTYPES[spec.dtype])
     value = value.astype(p.dtype, copy=False)
     if value.size != prod(spec.shape):
         value = np.pad(value, (0, spec.shape[0] - value.size))

@@ -17,7 +17,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 after a line on what is wrong with the files; argparse exits with 2."""
+    """Returns the exit status: 0, or 1 after a line on what is wrong; argparse exits with 2."""
     args = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:

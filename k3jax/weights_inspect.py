@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from k3jax.config import K3Config
 from k3jax.safetensors_io import INDEX, SINGLE, read_folder
 from k3jax.safetensors_write import Spec
-from k3jax.tensor_names import Parameter, Spelling, TensorNames
+from k3jax.tensor_names import Parameter, Spelling, TensorNames, is_mtp
 from k3jax.weights import abstract, official_specs, stored_config
 
 _VISION = ("vision tower", "projector")
@@ -95,7 +95,7 @@ def _parts(stored: Iterable[Spec], table: TensorNames, config: K3Config) -> dict
     for spec in stored:
         at = table.locate(spec.name)
         if at is None:
-            name = _MTP if table.is_mtp(spec.name) else "not in this model"
+            name = _MTP if is_mtp(spec.name, config) else "not in this model"
             size, active = 0, 0.0
         else:
             name = part_of(at.parameter, config)

@@ -3,9 +3,10 @@
 import difflib
 import logging
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from k3jax.safetensors_io import CheckpointError, Reader, Tensor
-from k3jax.tensor_names import Location, Parameter, Path, TensorNames, spelling_of
+from k3jax.tensor_names import Location, Parameter, Path, TensorNames, is_mtp, spelling_of
 
 _LISTED = 10  # faults of one kind shown in full
 _CANDIDATES = 200  # names compared with a faulty one
@@ -17,15 +18,12 @@ logger = logging.getLogger(__name__)
 
 def match(tensors: Mapping[str, Tensor], table: TensorNames, where: str) -> dict[Path, list[Tensor]]:
     """Per parameter its tensors by layer and expert. Raises CheckpointError listing every fault."""
-    found: dict[Path, list[Tensor | None]] = {
-        p.path: [None] * ((1 if p.layers is None else len(p.layers)) * (p.experts or 1))
-        for p in table.parameters
-    }
+    found: dict[Path, list[Tensor | None]] = {p.path: [None] * prod(p.lead) for p in table.parameters}
     unexpected, faults, mtp = [], [], []
     for name, tensor in tensors.items():
         at = table.locate(name)
         if at is None:
-            (mtp if table.is_mtp(name) else unexpected).append(name)
+            (mtp if is_mtp(name, table.config) else unexpected).append(name)
             continue
         p = at.parameter
         slots, slot = found[p.path], _slot(at)
@@ -44,7 +42,9 @@ def match(tensors: Mapping[str, Tensor], table: TensorNames, where: str) -> dict
         raise CheckpointError(
             f"{where} does not fit its config: {len(missing)} tensors missing, {len(unexpected)} unexpected, "
             f"{len(faults)} unusable."
-            + _section("Missing", [f"{n}{_nearest(n, unexpected)}" for n in missing[:_LISTED]], len(missing))
+            + _section(
+                "Missing", [f"{n}{_nearest(n, unexpected + mtp)}" for n in missing[:_LISTED]], len(missing)
+            )
             + _section(
                 "Unexpected", [f"{n}{_nearest(n, missing)}" for n in unexpected[:_LISTED]], len(unexpected)
             )
@@ -86,7 +86,7 @@ def _section(title: str, lines: Sequence[str], total: int) -> str:
 
 
 def _check_dtypes(p: Parameter, tensors: Sequence[Tensor]) -> None:
-    """Logs where the checkpoint is wider than the model, or narrower than the fp32 that the release has."""
+    """Logs where the checkpoint is wider than the model."""
     wanted = {"bfloat16": "BF16", "float32": "F32"}.get(str(p.dtype))
     others = {t.dtype for t in tensors} - {wanted}
     if wanted == "BF16" and others:
@@ -99,10 +99,10 @@ def _check_dtypes(p: Parameter, tensors: Sequence[Tensor]) -> None:
 
 def _check_padding(p: Parameter, tensors: Sequence[Tensor]) -> None:
     """What pads A_log beyond its heads must be zero."""
-    size = p.shape[0]
+    heads = p.shape[0]
     with Reader() as reader:
         for layer, tensor in zip(p.layers or (), tensors, strict=True):
-            if max(tensor.shape) != size and reader.read(tensor).reshape(-1)[size:].any():
-                raise CheckpointError(
-                    f"{p.name.format(layer)} has {max(tensor.shape)} numbers for {size} heads; the rest must be 0."
-                )
+            found = max(tensor.shape)
+            if found != heads and reader.read(tensor).reshape(-1)[heads:].any():
+                name = p.name.format(layer)
+                raise CheckpointError(f"{name} has {found} numbers for {heads} heads; the others must be 0.")
