@@ -12,7 +12,7 @@ def attn_res(
     prefix: Float[Array, "B T D"],
     blocks: Float[Array, "N B T D"],
     count: int | Int32[Array, ""],
-    weight: Float32[Array, "D"],
+    weight: Float32[Array, " D"],
     *,
     eps: float,
     impl: str | None = None,
@@ -27,7 +27,7 @@ def attn_res(
             whatever they hold, and get gradient zero
     count   slots in use, 0 <= count <= N; may be traced. With 0 the result is `prefix`
     weight  product of the norm's weight and the projection's row
-    Returns the mix in prefix's dtype. Scores, softmax and sums run in fp32, but no fp32 copy of the candidates
+    Returns the mix in the dtype of prefix. Sums run in fp32, but no fp32 copy of the candidates
     is stored, neither here nor in the gradient.
     """
     return run("attn_res", IMPLS, impl, prefix, blocks, count, weight, eps=eps)

@@ -25,7 +25,7 @@ def attn_res(
     prefix: Float[Array, "B T D"],
     blocks: Float[Array, "N B T D"],
     count: int | Int32[Array, ""],
-    weight: Float32[Array, "D"],
+    weight: Float32[Array, " D"],
     *,
     eps: float,
 ) -> Float[Array, "B T D"]:

@@ -92,7 +92,8 @@ def test_gradients_equal_those_of_the_formula_in_double_precision(count, impl):
         direction = rng.normal(size=args[i].shape)
         plus, minus = (loss(*args[:i], args[i] + s * direction, *args[i + 1 :]) for s in (step, -step))
         expected = (plus - minus) / (2 * step)
-        assert np.sum(np.asarray(gradient, np.float64) * direction) == pytest.approx(expected, rel=2e-4, abs=1e-6)
+        along = np.sum(np.asarray(gradient, np.float64) * direction)
+        assert along == pytest.approx(expected, rel=2e-4, abs=1e-6)
 
 
 def test_bf16_candidates_are_scored_and_summed_in_fp32():
