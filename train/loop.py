@@ -1,0 +1,71 @@
+"""The loop that all training shares: feed, step, report, save; and to go on exactly where a killed run stopped."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from train.checkpoint import Checkpoints
+from train.config import TrainConfig
+from train.metrics import Figures, MetricsFile, ProgressLine, plot
+from train.step import MicroBatch, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class Feed(Protocol):
+    """Where batches come from: a data set, or rollouts of the model that is being trained."""
+
+    def next(self, step: int) -> tuple[Sequence[MicroBatch], Figures]:
+        """Micro-batches for step 1, 2, … and figures to report. No micro-batch: nothing is trained in this step."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The position, as JSON: `restore` of it gives the same batches again."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+def run(
+    trainer: Trainer, feed: Feed, config: TrainConfig, *, after_step: Callable[[int, Figures], None] | None = None
+) -> list[dict[str, Any]]:
+    """Trains up to config.steps, from the last checkpoint in config.out if there is one. Returns all metrics.
+
+    Two runs with the same config have the same losses, bit for bit, however often one of them is killed and started
+    again. Checkpoints are written every `save_every` steps and at the end.
+    """
+    folder = Path(config.out)
+    metrics = MetricsFile(folder)
+    with Checkpoints(folder / "checkpoints", keep=config.keep) as checkpoints:
+        start = _resume(trainer, feed, checkpoints)
+        metrics.keep_until(start)
+        progress = ProgressLine(config.steps, start)
+        for step in range(start + 1, config.steps + 1):
+            began = time.monotonic()
+            batch, extra = feed.next(step)
+            figures: dict[str, float] = trainer.step(batch) if batch else {}
+            figures |= extra
+            metrics.add(step, figures | {"seconds": round(time.monotonic() - began, 4)})
+            progress.show(step, figures, figures.get("tokens_in", 0.0))
+            if after_step is not None:
+                after_step(step, figures)
+            if step % config.save_every == 0 or step == config.steps:
+                checkpoints.save(step, trainer.state, feed.state())
+    entries = metrics.read()
+    plot(entries, folder / "metrics.png")
+    return entries
+
+
+def _resume(trainer: Trainer, feed: Feed, checkpoints: Checkpoints) -> int:
+    """Restores the latest checkpoint and returns its step; 0 without one."""
+    found = checkpoints.restore(trainer.state)
+    if found is None:
+        return 0
+    step, state, position = found
+    checkpoints.discard_after(step)
+    trainer.restore(state)
+    feed.restore(position)
+    logger.info("Going on from step %d (%s).", step, checkpoints.folder)
+    return step

@@ -1,0 +1,105 @@
+"""What a run reports: metrics.jsonl, a picture of the curves, and a line of progress."""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+Figures = Mapping[str, float]
+PLOTTED = ("loss", "reward", "heldout_reward", "correct", "reached", "failed", "grad_norm", "logprob_gap")
+
+
+class MetricsFile:
+    """metrics.jsonl: an object per step. Numbers that are not finite become null, as JSON has none."""
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder) / "metrics.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, step: int, figures: Figures) -> None:
+        entry = {"step": step} | {k: v if math.isfinite(v) else None for k, v in figures.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """All entries. A last line that was cut off (the run was killed while writing it) is left out."""
+        if not self.path.exists():
+            return []
+        entries = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                break
+        return entries
+
+    def keep_until(self, step: int) -> None:
+        """Drops the entries of later steps: the run does them again."""
+        kept = [entry for entry in self.read() if entry["step"] <= step]
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+        os.replace(partial, self.path)
+
+
+def plot(entries: Sequence[Mapping[str, Any]], path: str | Path, names: Sequence[str] = PLOTTED) -> None:
+    """One panel per metric that occurs, over steps, as a PNG."""
+    from matplotlib.figure import Figure  # takes half a second to import
+
+    present = [name for name in names if any(entry.get(name) is not None for entry in entries)]
+    if not present:
+        return
+    figure = Figure(figsize=(6, 2.2 * len(present)), layout="constrained")
+    for axes, name in zip(figure.subplots(len(present), 1, sharex=True, squeeze=False)[:, 0], present, strict=True):
+        points = [(entry["step"], entry[name]) for entry in entries if entry.get(name) is not None]
+        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 60 else None, linewidth=1)
+        axes.set_ylabel(name)
+        axes.grid(alpha=0.3)
+    axes.set_xlabel("step")
+    figure.savefig(path, dpi=110)
+
+
+class ProgressLine:
+    """step 40/300  loss 1.234  12.3k tokens/s  2m10s left
+
+    On a terminal the line is rewritten in place; elsewhere one is printed every `interval` seconds.
+    """
+
+    def __init__(self, steps: int, start: int = 0, *, interval: float = 5.0, out: TextIO = sys.stderr):
+        self.steps, self.first, self.interval, self.out = steps, start, interval, out
+        self.begin = self.last = time.monotonic()
+        self.tokens = self.timed_steps = 0.0
+
+    def show(self, step: int, figures: Figures, tokens: float) -> None:
+        """After each step. The first one compiles, so speed and time left count from its end."""
+        now = time.monotonic()
+        if step == self.first + 1:
+            self.begin = now
+        else:
+            self.tokens, self.timed_steps = self.tokens + tokens, self.timed_steps + 1
+        if now - self.last < (0.2 if self.out.isatty() else self.interval) and 1 < step < self.steps:
+            return
+        self.last = now
+        shown = "  ".join(f"{k} {figures[k]:.4g}" for k in ("loss", "reward", "grad_norm") if k in figures)
+        line = f"step {step}/{self.steps}  {shown}{self._speed(now, step)}"
+        self.out.write(f"\r\x1b[K{line}" if self.out.isatty() else f"{line}\n")
+        if self.out.isatty() and step == self.steps:
+            self.out.write("\n")
+        self.out.flush()
+
+    def _speed(self, now: float, step: int) -> str:
+        seconds = now - self.begin
+        if not self.timed_steps or seconds <= 0:
+            return ""
+        left = seconds / self.timed_steps * (self.steps - step)
+        return f"  {self.tokens / seconds:,.0f} tokens/s  {duration(left)} left"
+
+
+def duration(seconds: float) -> str:
+    """85 -> 1m25s"""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"

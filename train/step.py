@@ -1,0 +1,178 @@
+"""One optimizer step for every loss: exact accumulation over micro-batches, clipping, refusal of what is not finite.
+
+    trainer = Trainer(model, nnx.Param, objective, config, optimizer)
+    figures = trainer.step([micro_batch, micro_batch])
+
+Losses and metrics are sums over tokens, so those of micro-batches add up to those of the whole batch, and one division
+by its count gives the mean. Two programs are compiled, whatever the number of micro-batches: one adds a micro-batch to
+the running sums, one applies them.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float32, Int32
+
+from k3jax.param import Balance
+from train.balance import next_bias
+from train.config import TrainConfig
+from train.loss import Metrics
+from train.optim import Weights, global_norm
+
+MicroBatch = Mapping[str, Array]  # [rows, row_length] each, or [rows, slots]
+Optimizer = Callable[[TrainConfig, Weights], optax.GradientTransformation]
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says why and what to try."""
+
+
+class Sums(NamedTuple):
+    """What an objective returns for a micro-batch: all of it adds up over micro-batches."""
+
+    loss: Float32[Array, ""]
+    metrics: Metrics  # sums; "tokens" or "pairs" is the count that divides them
+    counts: Mapping[str, Int32[Array, "n E bins"]]  # path of a router bias -> margin histogram, for Quantile Balancing
+
+
+Objective = Callable[[nnx.Module, MicroBatch], Sums]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """All that training changes, but the data's position."""
+
+    weights: Weights  # path -> fp32 array
+    biases: Mapping[str, Float32[Array, "n E"]]  # router biases, set by Quantile Balancing
+    optimizer: Any
+    step: Int32[Array, ""]
+
+
+class Trainer:
+    """Trains the variables of one type in a model. The model always holds the latest weights.
+
+    kind       type of the variables to train: nnx.Param (all weights) or k3jax.linear.LoRAParam
+    objective  see Sums; a traced function of the model and a micro-batch
+    """
+
+    def __init__(self, model: Any, kind: type, objective: Objective, config: TrainConfig, optimizer: Optimizer):
+        graphdef, trained, biases, frozen = nnx.split(model, kind, Balance, ...)
+        self.model = model
+        self._trained, self._biases, self._frozen = _Names(trained), _Names(biases), frozen
+        weights = {path: w.astype(jnp.float32) for path, w in self._trained.arrays(trained).items()}
+        if not weights:
+            raise TrainingError(f"The model has no {kind.__name__} to train.")
+        transform = optimizer(config, weights)
+        self.state = State(
+            jax.tree.map(jnp.copy, weights),  # the model's own arrays stay out of the donated state
+            jax.tree.map(jnp.copy, self._biases.arrays(biases)),
+            jax.jit(transform.init)(weights),
+            jnp.zeros((), jnp.int32),
+        )
+        self.max_refused, self._refused_in_a_row = config.max_refused, 0
+        merge = partial(_merge, graphdef, self._trained, self._biases)
+        self._add = jax.jit(partial(_add, merge, objective), donate_argnums=0)
+        top_k = getattr(model.config.moe, "experts_per_token", 0)
+        self._apply = jax.jit(partial(_apply, transform, config.clip, top_k), donate_argnums=0)
+        self._empty: Any = None
+
+    def step(self, batch: Sequence[MicroBatch]) -> dict[str, float]:
+        """One step over all micro-batches; the means of its metrics, grad_norm, and refused: 1 if nothing was changed.
+
+        Raises TrainingError after `max_refused` refused steps in a row.
+        """
+        sums = self._zeros(batch[0])
+        for micro in batch:
+            sums = self._add(sums, self.state.weights, self.state.biases, self._frozen, micro)
+        self.state, figures = self._apply(self.state, sums)
+        self._update_model()
+        figures = {name: float(value) for name, value in jax.device_get(figures).items()}
+        self._refused_in_a_row = self._refused_in_a_row + 1 if figures["refused"] else 0
+        if self._refused_in_a_row >= self.max_refused:
+            raise TrainingError(
+                f"The loss or its gradient was not finite in {self._refused_in_a_row} steps in a row (loss "
+                f"{figures['loss']}, gradient norm {figures['grad_norm']}). The weights are those before. "
+                f"Try a smaller lr or clip, and look for broken rows in the data."
+            )
+        return figures
+
+    def restore(self, state: State) -> None:
+        self.state = state
+        self._update_model()
+
+    @property
+    def num_trained(self) -> int:
+        return sum(math.prod(w.shape) for w in self.state.weights.values())
+
+    def _zeros(self, micro: MicroBatch) -> Any:
+        """Fresh running sums. Their shapes are those of a micro-batch's gradients, metrics and counts."""
+        if self._empty is None:
+            add = partial(self._add.__wrapped__, None)
+            shapes = jax.eval_shape(add, self.state.weights, self.state.biases, self._frozen, micro)
+            self._empty = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+        return self._empty()
+
+    def _update_model(self) -> None:
+        nnx.update(self.model, self._trained.state(self.state.weights), self._biases.state(self.state.biases))
+
+
+class _Names:
+    """Translates between a module's state and a flat dict, path -> array, in the state's dtypes."""
+
+    def __init__(self, state: nnx.State):
+        abstract = jax.eval_shape(lambda: state)  # shapes alone: no second copy of the weights is kept
+        self.variables = {"/".join(map(str, path)): (path, v) for path, v in nnx.to_flat_state(abstract)}
+
+    def arrays(self, state: nnx.State) -> dict[str, Array]:
+        return {"/".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)}
+
+    def state(self, arrays: Mapping[str, Array]) -> nnx.State:
+        flat = [(path, v.replace(arrays[name].astype(v.get_value().dtype))) for name, (path, v) in self.variables.items()]
+        return nnx.from_flat_state(flat)
+
+
+def _merge(graphdef: Any, trained: _Names, biases: _Names, weights: Weights, bias: Weights, frozen: nnx.State) -> Any:
+    return nnx.merge(graphdef, trained.state(weights), biases.state(bias), frozen)
+
+
+def _add(
+    merge: Any, objective: Objective, before: Any, weights: Weights, biases: Weights, frozen: nnx.State, micro: MicroBatch
+) -> Any:
+    """Adds the gradients and sums of a micro-batch to those `before` it (None: to nothing)."""
+
+    def loss(weights: Weights) -> tuple[Array, Sums]:
+        sums = objective(merge(weights, biases, frozen), micro)
+        return sums.loss, sums
+
+    grads, sums = jax.grad(loss, has_aux=True)(weights)
+    return (grads, sums) if before is None else jax.tree.map(jnp.add, before, (grads, sums))
+
+
+def _apply(transform: optax.GradientTransformation, clip: float, top_k: int, state: State, total: Any) -> tuple[State, Metrics]:
+    """Divides by the count, clips, updates; where loss or gradient is not finite, everything but `step` stays as it was."""
+    grads, sums = total
+    count = sums.metrics["pairs"] if "pairs" in sums.metrics else sums.metrics["tokens"]
+    share = 1 / jnp.maximum(count, 1)
+    grads = jax.tree.map(lambda g: g * share, grads)
+    norm = global_norm(grads)
+    fine = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
+    shrink = jnp.minimum(1, clip / jnp.maximum(norm, clip))
+    updates, optimizer = transform.update(jax.tree.map(lambda g: g * shrink, grads), state.optimizer, state.weights)
+    weights = optax.apply_updates(state.weights, updates)
+    biases = {
+        path: next_bias(sums.counts[path], bias, top_k) if path in sums.counts else bias
+        for path, bias in state.biases.items()
+    }
+    kept = jax.tree.map(
+        partial(jnp.where, fine), (weights, biases, optimizer), (state.weights, state.biases, state.optimizer)
+    )
+    means = {name: value if name in ("tokens", "pairs") else value * share for name, value in sums.metrics.items()}
+    return State(*kept, state.step + 1), means | {"grad_norm": norm, "refused": (~fine).astype(jnp.float32)}
