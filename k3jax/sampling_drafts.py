@@ -1,0 +1,158 @@
+"""Prompts and samples under way, on the host: what goes into the compiled steps and what has come out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from k3jax.distribution import Shape
+from k3jax.sampling_params import Routes, Sample, SamplingParams
+from k3jax.sampling_sessions import Session
+from k3jax.sampling_steps import Block, Drawing, Prefilled
+from k3jax.sampling_text import StopText
+
+SMALLEST_STOP_IDS = 8
+
+
+@dataclass
+class Prompt:
+    """A prompt, what it asks for, and what is known of the tokens that were absorbed."""
+
+    ids: np.ndarray  # int32
+    params: SamplingParams
+    adapter: int
+    seed: int
+    session: Session | None = None  # what it resumes from
+    _logprobs: list[np.ndarray] = field(default_factory=list)
+    _routes: list[Routes] = field(default_factory=list)
+
+    @property
+    def cached(self) -> int:
+        return 0 if self.session is None else self.session.tokens
+
+    def begin(self, session: Session | None) -> None:
+        """Starts over, after what the session has absorbed."""
+        self.session = session
+        self._logprobs = [] if session is None or session.logprobs is None else [session.logprobs]
+        self._routes = [] if session is None or session.routes is None else [session.routes]
+
+    def take(self, row: int, count: int, result: Prefilled) -> None:
+        """Adds what the step found for this prompt's next `count` ids. Arrays are on the host."""
+        if result.logprobs is not None:
+            self._logprobs.append(result.logprobs[row, :count])
+        if result.routes is not None:
+            self._routes.append(tuple(None if r is None else r[:, row, :count] for r in result.routes))
+
+    @property
+    def logprobs(self) -> np.ndarray | None:
+        """Raw, of ids[1:]; None unless computed for all of them."""
+        known = np.concatenate(self._logprobs) if self._logprobs else np.zeros(0, np.float32)
+        if self.session is None:
+            known = known[1:]  # nothing comes before the first id
+        return known if len(known) == len(self.ids) - 1 else None
+
+    @property
+    def routes(self) -> Routes | None:
+        return _join(self._routes)
+
+
+@dataclass
+class Draft:
+    """Sample `number` of a prompt, as far as it is drawn."""
+
+    prompt: Prompt
+    number: int
+    text: StopText | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    session: Session | None = None
+    _routes: list[Routes] = field(default_factory=list)
+
+    @property
+    def stopped(self) -> bool:
+        by_text = self.text is not None and self.text.stopped
+        return by_text or (bool(self.ids) and self.ids[-1] in self.prompt.params.stop_ids)
+
+    def take(self, row: int, absorbed: int, block: Block) -> None:
+        """Adds what a block drew for this sample, up to a stop string. Arrays are on the host."""
+        tokens = block.tokens[:, row]
+        ids = tokens[tokens >= 0].tolist()
+        if self.text is not None:
+            visible = ids[:-1] if ids and ids[-1] in self.prompt.params.stop_ids else ids
+            ids = ids[: self.text.feed(visible)]
+        n = len(ids)
+        self.ids += ids
+        self.logprobs += block.logprobs[:n, row].tolist()
+        self.raw_logprobs += block.raw_logprobs[:n, row].tolist()
+        if not np.isfinite(block.raw_logprobs[:n, row]).all():
+            raise FloatingPointError(f"The model gave logits that are not finite, after {len(self.prompt.ids) + len(self.ids) - n} "
+                                     f"tokens or a little later. Check its weights and those of adapter {self.prompt.adapter}.")
+        if block.top is not None and (k := self.prompt.params.top_logprobs):
+            values, best = (a[:n, row, :k].tolist() for a in block.top)
+            self.top += [list(zip(*pair, strict=True)) for pair in zip(best, values, strict=True)]
+        if block.routes is not None:
+            self._routes.append(tuple(None if r is None else r[:absorbed, :, row].swapaxes(0, 1) for r in block.routes))
+
+    def kept(self, absorbed: int, version: int) -> Session:
+        """The session of its state, which has absorbed that many tokens."""
+        ids = np.concatenate([self.prompt.ids, np.asarray(self.ids, np.int32)])
+        assert absorbed <= len(ids), "the state is ahead of the sample"
+        known = self.prompt.logprobs
+        if known is not None:
+            known = np.concatenate([known, np.asarray(self.raw_logprobs, np.float32)])[: absorbed - 1]
+        return Session(ids=ids[:absorbed], adapter=self.prompt.adapter, version=version, logprobs=known, routes=self.routes)
+
+    @property
+    def routes(self) -> Routes | None:
+        routes = _join([*self.prompt._routes, *self._routes])
+        end = len(self.prompt.ids) + len(self.ids)
+        return None if routes is None else tuple(None if r is None else r[:, :end] for r in routes)
+
+    def finish(self) -> Sample:
+        params, prompt_logprobs = self.prompt.params, self.prompt.logprobs
+        return Sample(
+            ids=self.ids, text=None if self.text is None else self.text.finish(),
+            logprobs=self.logprobs, raw_logprobs=self.raw_logprobs, finish_reason="stop" if self.stopped else "length",
+            prompt_tokens=len(self.prompt.ids), cached_tokens=self.prompt.cached, session=self.session,
+            top_logprobs=self.top if params.top_logprobs else None,
+            prompt_logprobs=prompt_logprobs.tolist() if params.prompt_logprobs and prompt_logprobs is not None else None,
+            routes=self.routes,
+        )
+
+
+def bucket(size: int, smallest: int, largest: int) -> int:
+    """The smallest power of two that holds `size`, within the limits. size <= largest."""
+    assert size <= largest
+    return min(max(smallest, 1 << (size - 1).bit_length()), largest)
+
+
+def adapter_rows(prompts: Sequence[Prompt], batch: int) -> np.ndarray:
+    return np.array([p.adapter for p in prompts] + [0] * (batch - len(prompts)), np.int32)
+
+
+def drawing(drafts: Sequence[Draft], batch: int, adapters: np.ndarray | None) -> Drawing:
+    """The drafts' settings as arrays; rows past them draw nothing."""
+    params = [d.prompt.params for d in drafts]
+
+    def rows(values: Sequence[float], filler: float, dtype: type) -> np.ndarray:
+        return np.array([*values, *[filler] * (batch - len(values))], dtype)
+
+    shape = Shape(
+        rows([p.temperature for p in params], 1, np.float32), rows([p.top_k for p in params], 0, np.int32),
+        rows([p.top_p for p in params], 1, np.float32), rows([p.min_p for p in params], 0, np.float32),
+    )
+    seeds = rows([d.prompt.seed for d in drafts], 0, np.uint64)
+    halves = np.stack([seeds >> np.uint64(32), seeds & np.uint64(2**32 - 1)], 1).astype(np.uint32)
+    most = max(len(p.stop_ids) for p in params)
+    stop_ids = np.full((batch, max(SMALLEST_STOP_IDS, 1 << (most - 1).bit_length() if most else 0)), -1, np.int32)
+    for row, p in enumerate(params):
+        stop_ids[row, : len(p.stop_ids)] = p.stop_ids
+    return Drawing(shape, halves, rows([d.number for d in drafts], 0, np.int32), stop_ids, adapters)
+
+
+def _join(pieces: Sequence[Routes]) -> Routes | None:
+    if not pieces:
+        return None
+    return tuple(None if stack[0] is None else np.concatenate(stack, 1) for stack in zip(*pieces, strict=True))
