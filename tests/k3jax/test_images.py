@@ -133,7 +133,7 @@ BROKEN = {
     "cut in the header": WHOLE[:20],
     "cut in the pixels": WHOLE[: len(WHOLE) // 2],
     "bad checksum": WHOLE[:60] + bytes([WHOLE[60] ^ 0xFF]) + WHOLE[61:],
-    "another format": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
+    "a format that is not opened": b"P6 28 28 255\n" + bytes(28 * 28 * 3),
     "absent file": "no/such/file.png",
 }
 

@@ -209,7 +209,7 @@ def test_length_and_depth_are_limited():
 @given(
     numbers=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     target=st.integers(0, 60),
-    operators=st.sampled_from(["+-", "+-*", "+-*/"]),
+    operators=st.sampled_from(["+-", "+-*", "+-*/", "-", "/", "-/"]),
     use_all=st.booleans(),
 )
 def test_a_solution_reaches_the_target_with_the_numbers_given(numbers, target, operators, use_all):
@@ -235,6 +235,11 @@ def test_a_solution_reaches_the_target_with_the_numbers_given(numbers, target, o
 )
 def test_solutions_by_hand(numbers, target, text):
     assert solve(numbers, target) == text
+
+
+def test_parentheses_stay_where_the_meaning_needs_them():
+    assert solve((7, 3, 2), 6, operators="-") == "7-(3-2)"
+    assert solve((8, 4, 2), 4, operators="/") == "8/(4/2)"
 
 
 def test_solve_refuses_more_numbers_than_it_can_search():
