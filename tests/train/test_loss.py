@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,7 @@ def batch(seed=0):
     return jnp.asarray(logprobs, jnp.float32), arrays | {"segments": jnp.asarray(segments)}
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def value_and_grad(loss, logprobs, arrays):
     (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(logprobs, arrays)
     return value, metrics, gradient
