@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from train.config import RunError
 from train.step import State
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint could not be written or read; the message says what is left."""
 
 

@@ -7,6 +7,7 @@ fields, nested ones with dots. Everything is checked before any work starts.
 import ast
 import dataclasses
 import difflib
+import logging
 import math
 import runpy
 import sys
@@ -20,8 +21,13 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from k3jax.config import ConfigError
+from k3jax.safetensors_io import CheckpointError
 
 Config = TypeVar("Config")
+
+
+class RunError(RuntimeError):
+    """Why a run cannot start or go on, for its user: data, disk, numbers. The message is all there is to see."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +92,10 @@ def load_config(path: str, kind: type[Config]) -> Config:
     names = runpy.run_path(path)
     if not callable(names.get("config")):
         raise ConfigError(f"{path} must define a function config() that returns a {kind.__name__}.")
-    config = names["config"]()
+    try:
+        config = names["config"]()
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
     if not isinstance(config, kind):
         raise ConfigError(f"{path}: config() returned a {type(config).__name__}, but this program needs a {kind.__name__}.")
     return config
@@ -111,20 +120,20 @@ def override(config: Config, arguments: Sequence[str]) -> Config:
     return _replaced(config, changes)
 
 
-def command_line(
-    kind: type[Config], main: Callable[[Config], None], examples: Sequence[str], errors: tuple[type[Exception], ...] = ()
-) -> int:
+def command_line(kind: type[Config], main: Callable[[Config], object], examples: Sequence[str]) -> int:
     """Reads `CONFIG name=value…` from sys.argv and calls `main`. Returns the exit status.
 
-    Mistakes of the user (ConfigError and `errors`) end with their message and status 2, without a traceback.
+    What the user can mend ends with its message and status 2, without a traceback.
     """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every file
     arguments = sys.argv[1:]
     if not arguments or "-h" in arguments or "--help" in arguments:
         print(usage(kind, examples))
         return 0 if arguments else 2
     try:
         main(override(load_config(arguments[0], kind), arguments[1:]))
-    except (ConfigError, *errors) as error:
+    except (ConfigError, RunError, CheckpointError, FileNotFoundError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -218,8 +227,7 @@ def _of_kind(text: str, kind: Any) -> Any:
             raise ValueError
         return None
     if kind is bool:
-        return {"true": True, "false": False, "1": True, "0": False}[text.lower()] if text.lower() in (
-            "true", "false", "1", "0") else _refuse()
+        return text.lower() == "true" if text.lower() in ("true", "false") else _refuse()
     if kind is int:
         return int(float(text)) if "e" in text and float(text).is_integer() else int(text)
     if kind is float:

@@ -18,14 +18,15 @@ from grain.experimental import FirstFitPackIterDataset
 
 from k3jax.chat import encode_chat_with_roles
 from k3jax.chat_messages import ROLES
+from k3jax.config import ConfigError
 from k3jax.tokenizer import Tokenizer
-from train.config import ConfigError, require_whole
+from train.config import RunError, TrainConfig, require_whole
 
 Example = dict[str, np.ndarray]  # ids, targets int32 [n] and weights fp32 [n]; a pair also `part` int32 [n]
 MAX_SEGMENTS = 1024  # sequences in a row
 
 
-class DataError(ValueError):
+class DataError(RunError):
     """Data that cannot be trained on; the message names file and line."""
 
 
@@ -218,10 +219,12 @@ class Rows:
         self, examples: Examples, *, rows: int, row_length: int, seed: int, vocab_size: int, cut: bool = False,
         max_segments: int = MAX_SEGMENTS,
     ):
-        self.checked = _Checked(examples, row_length, vocab_size, cut)
-        self.examples = examples
+        checked = _Checked(examples, row_length, vocab_size, cut)
+        if isinstance(examples, JsonlExamples):  # in memory: find what does not fit before work starts
+            for index in range(len(examples)):
+                checked[index]
         fields = examples[0].keys()
-        data = grain.MapDataset.source(cast(Any, self.checked)).seed(seed).shuffle().repeat()
+        data = grain.MapDataset.source(cast(Any, checked)).seed(seed).shuffle().repeat()
         reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=64)
         packed = FirstFitPackIterDataset(
             data.to_iter_dataset(reading),
@@ -241,6 +244,30 @@ class Rows:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.iterator.set_state(state)
+
+
+class DataFeed:
+    """Rows of a data set as batches for train.loop: `accumulate` micro-batches per step."""
+
+    def __init__(
+        self, examples: Examples, config: TrainConfig, vocab_size: int, cut: bool, max_segments: int = MAX_SEGMENTS
+    ):
+        self.accumulate = config.accumulate
+        self.rows = Rows(
+            examples, rows=config.rows, row_length=config.row_length, seed=config.seed, vocab_size=vocab_size, cut=cut,
+            max_segments=max_segments,
+        )
+
+    def next(self, step: int) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+        """The batch, and the figure tokens_in: how many tokens it has, padding left out."""
+        batch = self.rows.next(self.accumulate)
+        return batch, {"tokens_in": float(sum(np.count_nonzero(micro["segments"]) for micro in batch))}
+
+    def state(self) -> dict[str, Any]:
+        return self.rows.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.rows.restore(state)
 
 
 class _Checked:
@@ -264,13 +291,6 @@ class _Checked:
         if top >= self.vocab_size:
             raise DataError(f"{self.examples.where(index)} has the token id {top}, outside the model's {self.vocab_size} ids.")
         return {name: values[: self.row_length] for name, values in example.items()}
-
-
-def check_all(examples: Examples, row_length: int, vocab_size: int, cut: bool = False) -> None:
-    """Looks at every example before work starts. Raises DataError."""
-    checked = _Checked(examples, row_length, vocab_size, cut)
-    for index in range(len(checked)):
-        checked[index]
 
 
 def _micro_batch(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float32, Int32
 
 from k3jax.param import Balance
 from train.balance import next_bias
-from train.config import TrainConfig
+from train.config import RunError, TrainConfig
 from train.loss import Metrics
 from train.optim import Weights, global_norm
 
@@ -30,7 +30,7 @@ MicroBatch = Mapping[str, Array]  # [rows, row_length] each, or [rows, slots]
 Optimizer = Callable[[TrainConfig, Weights], optax.GradientTransformation]
 
 
-class TrainingError(RuntimeError):
+class TrainingError(RunError):
     """Training cannot go on; the message says why and what to try."""
 
 
@@ -61,10 +61,13 @@ class Trainer:
 
     kind       type of the variables to train: nnx.Param (all weights) or k3jax.linear.LoRAParam
     objective  see Sums; a traced function of the model and a micro-batch
+    balance    set the router biases by Quantile Balancing, from the objective's counts; False: they stay as they are
     """
 
-    def __init__(self, model: Any, kind: type, objective: Objective, config: TrainConfig, optimizer: Optimizer):
-        graphdef, trained, biases, frozen = nnx.split(model, kind, Balance, ...)
+    def __init__(
+        self, model: Any, kind: type, objective: Objective, config: TrainConfig, optimizer: Optimizer, *, balance: bool = False
+    ):
+        graphdef, trained, biases, frozen = nnx.split(model, kind, Balance if balance else (), ...)
         self.model = model
         self._trained, self._biases, self._frozen = _Names(trained), _Names(biases), frozen
         weights = {path: w.astype(jnp.float32) for path, w in self._trained.arrays(trained).items()}
