@@ -244,4 +244,4 @@ class Reader:
 
 def as_bytes(array: np.ndarray) -> memoryview:
     """The memory of a contiguous array."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data

@@ -24,7 +24,7 @@ _OUTSIDE = ("vision_tower.", "mm_projector.")  # never prefixed
 _LEAVES = {"kernel": "weight", "packed": "weight_packed", "scale": "weight_scale"}
 _RESIDUALS = ("self_attention_res", "mlp_res", "output_attn_res")
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]  # of an array in a model: attribute names and stack numbers
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class TensorNames:
         if place is None or not number.isdecimal() or number != str(int(number)):
             return None
         expert = int(number)
-        return Location(*place, expert) if expert < place[0].experts else None
+        return Location(*place, expert) if expert < (place[0].experts or 0) else None
 
     def locations(self) -> Iterator[Location]:
         """Every tensor: those outside the layers, then layer by layer, expert by expert."""
@@ -169,7 +169,8 @@ class TensorNames:
 
     def name(self, location: Location, spelling: Spelling) -> str:
         p, position, expert = location
-        return p.tensor_name(spelling, None if position is None else p.layers[position], expert)
+        layer = None if position is None or p.layers is None else p.layers[position]
+        return p.tensor_name(spelling, layer, expert)
 
 
 def is_mtp(name: str, config: K3Config) -> bool:

@@ -35,6 +35,7 @@ from k3jax.weights_match import match
 
 MAX_SHARD_BYTES = 5_000_000_000
 _PIECE = 1 << 30  # bytes of a stack gathered on the host for an accelerator, or one layer if that is more
+_SPELLING = "checkpoint_spelling"  # attribute of a loaded model, for save
 _THREADS = min(8, os.cpu_count() or 1)
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def load(
             place = places[path].get_value() if path in places else None
             filled.append((path, variable.replace(_array(variable.get_value().shape, p, read, place))))
     nnx.update(model, nnx.from_flat_state(filled))
-    model.spelling = spelling_of(tensors, table)  # for save
+    setattr(model, _SPELLING, spelling_of(tensors, table))
     return model
 
 
@@ -100,9 +101,9 @@ def save(
     """
     config = model.config if dtype is None else model.config.in_dtype(dtype)
     table = TensorNames(abstract(config), config)
-    spelling = spelling or getattr(model, "spelling", None) or Spelling.default(config)
+    used = spelling or getattr(model, _SPELLING, None) or Spelling.default(config)
     arrays = {path: v.get_value() for path, v in nnx.to_flat_state(nnx.state(model))}
-    locations, specs = zip(*official_specs(table, spelling), strict=True)
+    locations, specs = zip(*official_specs(table, used), strict=True)
     progress = Progress("save", sum(s.nbytes for s in specs))
 
     def fetch(i: int) -> np.ndarray:
@@ -159,7 +160,7 @@ class _Source:
         numbers = np.arange(len(tensors)).reshape(p.lead)[lead]
         views = out.reshape(-1, *out.shape[len(lead) :])
         jobs = sorted(
-            zip((tensors[i] for i in numbers.flat), views, strict=True),
+            zip((tensors[i] for i in numbers.reshape(-1).tolist()), views, strict=True),
             key=lambda job: (job[0].file, job[0].start),
         )
         step = -(-len(jobs) // (4 * _THREADS))
@@ -214,7 +215,7 @@ def _array(
     parts: dict[Any, jax.Array] = {}
     arrays = []
     for device, index in place.addressable_devices_indices_map(shape).items():
-        ranges = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        ranges = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         if ranges not in parts:
             parts[ranges] = _on_device(tuple(slice(*r) for r in ranges), p, read, device)
         arrays.append(jax.device_put(parts[ranges], device))

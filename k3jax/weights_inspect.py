@@ -152,12 +152,13 @@ def _rows(parts: dict[str, Part]) -> list[str]:
     lines = [_row("part", "tensors", "parameters", "active", "bytes", "dtypes")]
     for name, part in [*sorted(parts.items(), key=lambda item: -item[1].nbytes), ("all", whole)]:
         dtypes = ", ".join(dtype for dtype, _ in part.dtypes.most_common())
-        numbers = (f"{n:,}" for n in (part.tensors, part.parameters, round(part.active), part.nbytes))
+        numbers = [f"{n:,}" for n in (part.tensors, part.parameters, round(part.active), part.nbytes)]
         lines.append(_row(name, *numbers, dtypes))
     return lines
 
 
-def _row(part: str, tensors: str, parameters: str, active: str, nbytes: str, dtypes: str) -> str:
+def _row(*columns: str) -> str:
+    part, tensors, parameters, active, nbytes, dtypes = columns
     return f"{part:24}{tensors:>9}{parameters:>19}{active:>17}{nbytes:>19}  {dtypes}"
 
 
