@@ -263,6 +263,9 @@ class DataFeed:
         batch = self.rows.next(self.accumulate)
         return batch, {"tokens_in": float(sum(np.count_nonzero(micro["segments"]) for micro in batch))}
 
+    def after(self, step: int, figures: Mapping[str, float]) -> dict[str, float]:
+        return {}
+
     def state(self) -> dict[str, Any]:
         return self.rows.state()
 

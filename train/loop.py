@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,10 @@ class Feed(Protocol):
         """Micro-batches for step 1, 2, … and figures to report. No micro-batch: nothing is trained in this step."""
         ...
 
+    def after(self, step: int, figures: Figures) -> Figures:
+        """More figures, measured with the weights after a step (0: before the first)."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """The position, as JSON: `restore` of it gives the same batches again."""
         ...
@@ -28,9 +32,13 @@ class Feed(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-def run(
-    trainer: Trainer, feed: Feed, config: TrainConfig, *, after_step: Callable[[int, Figures], None] | None = None
-) -> list[dict[str, Any]]:
+class Report(Protocol):
+    """What tells the user how it goes."""
+
+    def show(self, step: int, figures: Figures) -> None: ...
+
+
+def run(trainer: Trainer, feed: Feed, config: TrainConfig, *, report: Report | None = None) -> list[dict[str, Any]]:
     """Trains up to config.steps, from the last checkpoint in config.out if there is one. Returns all metrics.
 
     Two runs with the same config have the same losses, bit for bit, however often one of them is killed and started
@@ -40,17 +48,19 @@ def run(
     metrics = MetricsFile(folder)
     with Checkpoints(folder / "checkpoints", keep=config.keep) as checkpoints:
         start = _resume(trainer, feed, checkpoints)
-        metrics.keep_until(start)
-        progress = ProgressLine(config.steps, start)
+        metrics.keep_until(start or -1)
+        report = report or ProgressLine(config.steps, start)
+        if start == 0 and (figures := feed.after(0, {})):
+            metrics.add(0, figures)
+            report.show(0, figures)
         for step in range(start + 1, config.steps + 1):
             began = time.monotonic()
             batch, extra = feed.next(step)
-            figures: dict[str, float] = trainer.step(batch) if batch else {}
-            figures |= extra
-            metrics.add(step, figures | {"seconds": round(time.monotonic() - began, 4)})
-            progress.show(step, figures, figures.get("tokens_in", 0.0))
-            if after_step is not None:
-                after_step(step, figures)
+            figures = {**(trainer.step(batch) if batch else {}), **extra}
+            figures |= feed.after(step, figures)
+            figures["seconds"] = round(time.monotonic() - began, 3)
+            metrics.add(step, figures)
+            report.show(step, figures)
             if step % config.save_every == 0 or step == config.steps:
                 checkpoints.save(step, trainer.state, feed.state())
     entries = metrics.read()

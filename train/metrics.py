@@ -73,9 +73,10 @@ class ProgressLine:
         self.begin = self.last = time.monotonic()
         self.tokens = self.timed_steps = 0.0
 
-    def show(self, step: int, figures: Figures, tokens: float) -> None:
+    def show(self, step: int, figures: Figures) -> None:
         """After each step. The first one compiles, so speed and time left count from its end."""
         now = time.monotonic()
+        tokens = figures.get("tokens_in", 0.0)
         if step == self.first + 1:
             self.begin = now
         else:
@@ -96,6 +97,23 @@ class ProgressLine:
             return ""
         left = seconds / self.timed_steps * (self.steps - step)
         return f"  {self.tokens / seconds:,.0f} tokens/s  {duration(left)} left"
+
+
+class Table:
+    """A line per step with the named figures, under a heading that is repeated every `again` lines."""
+
+    def __init__(self, names: Sequence[str], *, again: int = 20, out: TextIO = sys.stdout):
+        self.names, self.again, self.out, self.lines = names, again, out, 0
+
+    def show(self, step: int, figures: Figures) -> None:
+        widths = [max(len(name), 7) for name in self.names]
+        if self.lines % self.again == 0:
+            heading = "  ".join(f"{name:>{width}}" for name, width in zip(self.names, widths, strict=True))
+            self.out.write(f" step  {heading}\n")
+        cells = (f"{figures[n]:>{w}.4g}" if n in figures else " " * w for n, w in zip(self.names, widths, strict=True))
+        self.out.write(f"{step:5}  {'  '.join(cells)}\n")
+        self.out.flush()
+        self.lines += 1
 
 
 def duration(seconds: float) -> str:

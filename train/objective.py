@@ -34,6 +34,9 @@ class TokenObjective:
         if self.kl:
             divergence, extra = reference_kl(logprobs, batch["reference_logprobs"], batch["weights"])
             loss, metrics = loss + self.kl * divergence, metrics | {"kl": extra["kl"]}
+        if "raw_logprobs" in batch:  # of the sampler's model at temperature 1, as are ours
+            gap = jnp.abs(logprobs - batch["raw_logprobs"])
+            metrics = metrics | {"logprob_gap": jnp.sum(jnp.where(batch["advantages"] != 0, gap, 0))}
         return Sums(loss, metrics | {"loss": loss}, margin_counts(model, routing) if self.balance else {})
 
 
