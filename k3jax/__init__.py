@@ -1,1 +1,53 @@
-"""Kimi K3 in JAX: config, modules, weights, tokenizer, LoRA and sampling."""
+"""Kimi K3 in JAX: config, modules, weights, tokenizer, LoRA and sampling.
+
+    from k3jax import K3, K3Config, KimiDeltaAttention
+
+Names are imported when they are first used, so `import k3jax` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from k3jax.attnres import AttentionResidual as AttentionResidual
+    from k3jax.cache import Cache as Cache
+    from k3jax.chat import encode_chat as encode_chat
+    from k3jax.config import K3Config as K3Config
+    from k3jax.config import KDAConfig as KDAConfig
+    from k3jax.config import MLAConfig as MLAConfig
+    from k3jax.config import MoEConfig as MoEConfig
+    from k3jax.config import VisionConfig as VisionConfig
+    from k3jax.kda import KimiDeltaAttention as KimiDeltaAttention
+    from k3jax.layer import Layer as Layer
+    from k3jax.lora import Adapters as Adapters
+    from k3jax.lora import LoRAConfig as LoRAConfig
+    from k3jax.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
+    from k3jax.mlp import MLP as MLP
+    from k3jax.model import K3 as K3
+    from k3jax.moe import LatentMoE as LatentMoE
+    from k3jax.mtp import MTPLayer as MTPLayer
+    from k3jax.packing import Packing as Packing
+    from k3jax.router import Router as Router
+    from k3jax.sampling import Sampler as Sampler
+    from k3jax.sampling import SamplingParams as SamplingParams
+    from k3jax.tokenizer import Tokenizer as Tokenizer
+    from k3jax.vision import MoonViT as MoonViT
+    from k3jax.vision import PatchMerger as PatchMerger
+    from k3jax.weights import load as load
+    from k3jax.weights import save as save
+
+_HOME = {
+    "AttentionResidual": "attnres", "Cache": "cache", "encode_chat": "chat", "K3Config": "config", "KDAConfig": "config",
+    "MLAConfig": "config", "MoEConfig": "config", "VisionConfig": "config", "KimiDeltaAttention": "kda", "Layer": "layer",
+    "Adapters": "lora", "LoRAConfig": "lora", "MultiHeadLatentAttention": "mla", "MLP": "mlp", "K3": "model",
+    "LatentMoE": "moe", "MTPLayer": "mtp", "Packing": "packing", "Router": "router", "Sampler": "sampling",
+    "SamplingParams": "sampling", "Tokenizer": "tokenizer", "MoonViT": "vision", "PatchMerger": "vision",
+    "load": "weights", "save": "weights",
+}  # fmt: skip
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'k3jax' has no attribute {name!r}")
+    return getattr(import_module(f"k3jax.{_HOME[name]}"), name)

@@ -1,6 +1,6 @@
 """One layer: attention (KDA or MLA), then a feed-forward (dense or MoE), each on plain or attention residuals."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -35,7 +35,8 @@ class Layer(nnx.Module):
             self.self_attention_res = AttentionResidual(config, rngs=rngs)
             self.mlp_res = AttentionResidual(config, rngs=rngs)
         self.input_layernorm = RMSNorm(config.hidden_size, **norm)
-        self.self_attn = (KimiDeltaAttention if attention == "kda" else MultiHeadLatentAttention)(config, rngs=rngs)
+        attend: Any = KimiDeltaAttention if attention == "kda" else MultiHeadLatentAttention
+        self.self_attn = attend(config, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
         self.is_moe = feed_forward == "moe"
         if self.is_moe:
@@ -58,16 +59,16 @@ class Layer(nnx.Module):
         whose output then starts the next sum.
         """
         prefix, blocks = stream
-        h = prefix
-        if blocks is not None:
-            h = self.self_attention_res(prefix, blocks, (index + self.block_size - 1) // self.block_size)
-            blocks = snapshot(blocks, prefix, index, self.block_size)
+        h, size = prefix, self.block_size
+        if blocks is not None and size is not None:
+            h = self.self_attention_res(prefix, blocks, (index + size - 1) // size)
+            blocks = snapshot(blocks, prefix, index, size)
         a, state = self.self_attn(self.input_layernorm(h), packing, cache)
-        if blocks is None:
-            h = prefix = prefix + a
+        if blocks is not None and size is not None:
+            prefix = jnp.where(index % size == 0, a, prefix + a)
+            h = self.mlp_res(prefix, blocks, index // size + 1)
         else:
-            prefix = jnp.where(index % self.block_size == 0, a, prefix + a)
-            h = self.mlp_res(prefix, blocks, index // self.block_size + 1)
+            h = prefix = prefix + a
         f, routing = self.feed_forward(self.post_attention_layernorm(h), packing, picks, histogram)
         return Residuals(prefix + f, blocks), state, routing
 

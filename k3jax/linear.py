@@ -55,8 +55,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T I"], packing: Packing | None = None) -> Float[Array, "B T O"]:
         y = dot(x, self.kernel[...])
-        gate = None if packing is None or self.lora is None else packing.rank_gate
-        return y if gate is None else y + self.lora(x, gate)
+        if self.lora is None or packing is None or (gate := packing.rank_gate) is None:
+            return y
+        return y + self.lora(x, gate)
 
 
 class Embedding(nnx.Module):
@@ -69,8 +70,9 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Int[Array, "B T"], packing: Packing | None = None) -> Float[Array, "B T D"]:
         y = self.weight[...][ids].astype(self.dtype)
-        gate = None if packing is None or self.lora is None else packing.rank_gate
-        return y if gate is None else y + self.lora.up(self.lora.a[...][ids], gate, self.dtype)
+        if self.lora is None or packing is None or (gate := packing.rank_gate) is None:
+            return y
+        return y + self.lora.up(self.lora.a[...][ids], gate, self.dtype)
 
 
 @jax.custom_vjp

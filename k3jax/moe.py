@@ -115,7 +115,7 @@ class LatentMoE(nnx.Module):
         z = self.routed_expert_down_proj(x, packing) if self.config.latent_size is not None else x
         order, inverse, sizes = _sort_by_expert(jnp.where(valid[:, None], experts, E), E)
         gate = packing.rank_gate
-        rows = _spread(z.reshape(B * T, -1), order, inverse, k)
+        rows: Array = _spread(z.reshape(B * T, -1), order, inverse, k)
         y = self.experts(rows, sizes, None if gate is None else gate.reshape(B * T, -1)[order // k])
         y = _permute(y, inverse, order).reshape(B * T, k, -1)
         u = jnp.sum(y.astype(jnp.float32) * weights[..., None], 1).astype(x.dtype).reshape(B, T, -1)

@@ -3,13 +3,14 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Run:
     """`count` equal layers in a row, scanned."""
 
-    kind: Hashable
+    kind: Any
     count: int
 
 
