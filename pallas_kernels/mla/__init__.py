@@ -60,7 +60,7 @@ def latent_attention(
     with a key for some query are read. For decoding; with many queries, expanded keys take less arithmetic.
     """
     if not 0 < value_dim <= latent.shape[-1]:
-        raise ValueError(f"value_dim={value_dim} must be between 1 and {latent.shape[-1]}, the latent's size.")
+        raise ValueError(f"value_dim={value_dim} must be between 1 and {latent.shape[-1]}, the latent size.")
     return run(
         "latent_attention", IMPLS, impl, q, latent, value_dim=value_dim, scale=scale, q_positions=q_positions,
         kv_positions=kv_positions, q_segments=q_segments, kv_segments=kv_segments,

@@ -1,4 +1,4 @@
-"""MXFP4: E2M1 numbers, two per byte, with one E8M0 scale per 32 inputs (OCP Microscaling Formats)."""
+"""MXFP4 weights (OCP Microscaling v1.0): E2M1 numbers, two per byte, and a power of two per 32 inputs."""
 
 from typing import Any
 
@@ -6,32 +6,54 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
+from pallas_kernels.dispatch import run
+from pallas_kernels.mxfp4 import reference, xla
+
+IMPLS = {"xla": xla, "reference": reference}
 GROUP = 32  # inputs per scale
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0..7; bit 3 is the sign
 
 
 def dequantize(
-    packed: UInt8[Array, "*n O Ihalf"], scale: UInt8[Array, "*n O Igroup"], dtype: Any = jnp.bfloat16
+    packed: UInt8[Array, "*n O Ihalf"],
+    scale: UInt8[Array, "*n O Igroup"],
+    dtype: Any = jnp.bfloat16,
+    *,
+    impl: str | None = None,
 ) -> Float[Array, "*n O I"]:
-    """weight[o, i] = code value * 2**(scale - 127). The low nibble is the even column. Exact in bf16."""
-    codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
-    magnitude = jnp.asarray(MAGNITUDES, jnp.float32)[codes & 7]
-    value = jnp.where(codes & 8, -magnitude, magnitude)
-    factor = jnp.ldexp(jnp.float32(1), scale.astype(jnp.int32) - 127)
-    grouped = value.reshape(*scale.shape, GROUP) * factor[..., None]
-    return grouped.reshape(value.shape).astype(dtype)
+    """The numbers that packed weights stand for.
+
+        weight[o, i] = (-1)**sign * (0, 0.5, 1, 1.5, 2, 3, 4, 6)[code] * 2**(scale[o, i // 32] - 127)
+
+    packed  bits 0-2 of a nibble are the code, bit 3 the sign; the low nibble is the even column
+    scale   E8M0, byte 255 is NaN; its bytes as uint8, or as float8_e8m0fnu like safetensors' F8_E8M0
+    Exact in bf16 and fp32, except that the results of byte 0 (2**-127) may be flushed to zero where they are
+    subnormal, and that results past the largest number of `dtype` are inf.
+    """
+    if scale.dtype == jnp.float8_e8m0fnu:
+        scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
+    if packed.dtype != jnp.uint8 or scale.dtype != jnp.uint8:
+        raise ValueError(f"MXFP4 weights and scales are bytes (uint8), got {packed.dtype} and {scale.dtype}.")
+    if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] * 2 != scale.shape[-1] * GROUP:
+        raise ValueError(
+            f"packed {packed.shape} and scale {scale.shape} do not belong together: "
+            "[..., out, in/2] needs a scale [..., out, in/32]."
+        )
+    return run("dequantize", IMPLS, impl, packed, scale, dtype)
 
 
-def quantize(weight: Float[Array, "*n O I"]) -> tuple[UInt8[Array, "*n O Ihalf"], UInt8[Array, "*n O Igroup"]]:
-    """Packs along the last axis; the scale is 2**(floor(log2(max |w|)) - 2), codes round to nearest, ties to even."""
-    grouped = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, GROUP)
-    top = jnp.max(jnp.abs(grouped), -1)
-    exponent = jnp.where(top > 0, jnp.frexp(top)[1] - 1 - 2, -127)
-    scale = jnp.clip(exponent + 127, 0, 254).astype(jnp.uint8)
-    x = grouped * jnp.ldexp(jnp.float32(1), 127 - scale.astype(jnp.int32))[..., None]
-    size = jnp.abs(x)
-    bounds = jnp.asarray([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], jnp.float32)
-    up = jnp.asarray([False, True, False, True, False, True, False])  # a tie goes to the even code
-    code = ((size[..., None] > bounds) | (up & (size[..., None] == bounds))).sum(-1).astype(jnp.uint8)
-    code = jnp.where(jnp.signbit(x), code | 8, code).reshape(*weight.shape[:-1], -1, 2)
-    return (code[..., 0] | (code[..., 1] << 4)).astype(jnp.uint8), scale
+def quantize(
+    weight: Float[Array, "*n O I"], *, impl: str | None = None
+) -> tuple[UInt8[Array, "*n O Ihalf"], UInt8[Array, "*n O Igroup"]]:
+    """Packs finite weights along their last axis, as `dequantize` reads them: (packed, scale).
+
+        top   = max |w| over 32 inputs;  e = floor(log2 top)
+        scale = 127 + e - 2 + (top >= 1.75 * 2**e)
+        code  = nearest to |w| / 2**(scale - 127), ties to the even code, at most 6
+
+    The scale is, byte for byte, that of compressed-tensors, in whose format K3 is released. Its last term is
+    not in the OCP rule: a top of 7 or more in units of the OCP scale, which 6 would clip, takes the next scale.
+    A group of zeros gets scale 1 (byte 127). The sign of zeros is kept. Computed in fp32.
+    """
+    if weight.shape[-1] % GROUP:
+        raise ValueError(f"A scale serves {GROUP} inputs; got {weight.shape[-1]}, which is no multiple of it.")
+    return run("quantize", IMPLS, impl, weight)

@@ -206,7 +206,7 @@ def test_key_blocks_that_no_query_sees_are_not_read():
 
 def test_a_value_size_past_the_latent_is_refused():
     q, latent = jnp.ones((B, 1, H, 14)), jnp.ones((B, T, 14))
-    with pytest.raises(ValueError, match="value_dim=15 must be between 1 and 14, the latent's size"):
+    with pytest.raises(ValueError, match="value_dim=15 must be between 1 and 14, the latent size"):
         latent_attention(q, latent, value_dim=15, scale=1.0, **in_order(t=1))
 
 
