@@ -22,7 +22,7 @@ from k3jax.tokenizer import Tokenizer
 __all__ = ["Sample", "Sampler", "SamplingParams", "Session", "replay"]
 
 SMALLEST_PIECE = 16  # tokens: the smallest bucket of a prefill
-SMALLEST_CAPACITY = 64  # tokens
+SMALLEST_CAPACITY = 256  # tokens
 
 
 class Sampler:
