@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from k3jax.config import VisionConfig
+from k3jax.config import ConfigError, VisionConfig
 from k3jax.linear import Linear
 from k3jax.norm import RMSNorm
 from k3jax.param import normal, param
@@ -94,27 +94,32 @@ def pack_patches(
             f"size={N} must be a multiple of {m} that holds the {fullest} patches of the fullest row."
         )
     B, C, P = len(grids), N // m, 3 * config.patch_size**2
-    out = Patches(
-        pixels=np.zeros((B, N, P), np.float32),
-        images=np.zeros((B, N), np.int32),
-        at=np.zeros((B, N, 3), np.int32),
-        grids=np.ones((B, N, 3), np.int32),
-        cells=np.zeros((B, C, m), np.int32),
-        tokens=np.full((B, C), C, np.int32),
-    )
-    for b in range(B):
-        out.pixels[b, : wanted[b]] = np.asarray(pixels[b]).reshape(wanted[b], P)
+    rows = [np.asarray(p, np.float32) for p in pixels]
+    for row in rows:
+        if row.size != len(row) * P:
+            length = row.size // len(row)
+            raise ValueError(f"A patch has {length} numbers, but patch_size={config.patch_size} needs {P}.")
+    out = {
+        "pixels": np.zeros((B, N, P), np.float32),
+        "images": np.zeros((B, N), np.int32),
+        "at": np.zeros((B, N, 3), np.int32),
+        "grids": np.ones((B, N, 3), np.int32),
+        "cells": np.zeros((B, C, m), np.int32),
+        "tokens": np.full((B, C), C, np.int32),
+    }
+    for b, row in enumerate(rows):
+        out["pixels"][b, : len(row)] = row.reshape(len(row), P)
         patch = token = 0
         for image, ((t, h, w), count) in enumerate(zip(grids[b].tolist(), counts[b], strict=True), 1):
             here = slice(patch, patch + t * h * w)
-            out.images[b, here] = image
-            out.at[b, here] = np.indices((t, h, w)).reshape(3, -1).T
-            out.grids[b, here] = t, h, w
+            out["images"][b, here] = image
+            out["at"][b, here] = np.indices((t, h, w)).reshape(3, -1).T
+            out["grids"][b, here] = t, h, w
             cells = slice(patch // m, here.stop // m)
-            out.cells[b, cells] = patch + _cells(t, h, w, config.merge)
-            out.tokens[b, cells] = token + np.repeat(np.arange(count), t)
+            out["cells"][b, cells] = patch + _cells(t, h, w, config.merge)
+            out["tokens"][b, cells] = token + np.repeat(np.arange(count), t)
             patch, token = here.stop, token + count
-    return out
+    return Patches(**out)
 
 
 def _cells(t: int, h: int, w: int, merge: tuple[int, int]) -> np.ndarray:
@@ -250,6 +255,11 @@ class Encoder(nnx.Module):
         def create(rngs: nnx.Rngs) -> Block:
             return Block(config, init_std=init_std, param_dtype=param_dtype, rngs=rngs)
 
+        if config.qkv_size % (4 * config.num_heads):
+            raise ConfigError(
+                f"qkv_hidden_size={config.qkv_size} must be a multiple of 4 * vt_num_attention_heads="
+                f"{4 * config.num_heads}: x and y each turn complex pairs of a head"
+            )
         self.head_dim = config.qkv_size // config.num_heads
         self.blocks = create(rngs)
         self.final_layernorm = RMSNorm(

@@ -77,7 +77,7 @@ def test_a_packed_sequence_is_the_sequence_alone(layer, inputs):
 
 
 def test_token_by_token_with_a_cache_is_all_at_once(layer, inputs):
-    @nnx.jit
+    @jax.jit
     def step(layer, hidden, embeds, position, cache):
         return layer(hidden, embeds, Packing.of(jnp.ones((B, 1), jnp.int32), position), cache)
 

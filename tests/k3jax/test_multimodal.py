@@ -1,6 +1,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,14 +43,15 @@ def test_ids_embeddings_and_logits_are_the_official_ones(model, features):
     np.testing.assert_array_equal(expanded, IDS[0])
     check_placeholders(IDS, [GRIDS], config)
 
-    embeds = merge_images(model.model.embed_tokens(IDS), jnp.asarray(IDS), features, config)
+    ids = jnp.asarray(IDS)
+    embeds = merge_images(model.model.embed_tokens(ids), ids, features, config)
     np.testing.assert_allclose(embeds, OFFICIAL["inputs_embeds"], rtol=0, atol=5e-5)
     error = np.abs(np.asarray(run(model, IDS, features)) - OFFICIAL["logits"])
     assert error.max() < 3e-4 and error.mean() < 2e-5
 
 
 def test_a_forward_in_two_calls_takes_the_features_where_the_first_stopped(model, features):
-    @nnx.jit
+    @jax.jit
     def prefill(model, ids, segments, cache, features):
         return model(ids, segments, cache=cache, image_features=features)
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from k3jax.config import K3Config
+from k3jax.config import ConfigError, K3Config
 from k3jax.vision import (
     MoonViT,
     Patches,
@@ -58,7 +59,7 @@ def project(model, patches):
 
 @pytest.fixture(scope="module")
 def packed():
-    return pack_patches([PIXELS], [GRIDS], CONFIG, SIZE)
+    return jax.tree.map(jnp.asarray, pack_patches([PIXELS], [GRIDS], CONFIG, SIZE))
 
 
 def close(actual, expected, tolerance=2e-5):
@@ -181,6 +182,16 @@ def test_row_lengths_are_few_and_hold_what_is_asked():
     assert all(size >= n and size % 256 == 0 for n, size in enumerate(sizes))
     assert len(set(sizes)) < 32
     assert all(size <= n * 1.25 for n, size in enumerate(sizes) if n >= 1024)
+
+
+def test_patches_of_another_size_are_refused():
+    with pytest.raises(ValueError, match="A patch has 768 numbers, but patch_size=14 needs 588"):
+        pack_patches([np.zeros((4, 3, 16, 16))], [np.array([[1, 2, 2]])], CONFIG)
+
+
+def test_a_head_that_two_axes_cannot_turn_is_refused():
+    with pytest.raises(ConfigError, match="qkv_hidden_size=42 must be a multiple of .*=12"):
+        MoonViT(replace(CONFIG, qkv_size=42), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
