@@ -28,7 +28,7 @@ def model() -> K3Config:
         attention=("kda", "kda", "kda", "mla", "mla"),
         kda=KDAConfig(num_heads=2, head_dim=32, decay_floor=-5.0, full_rank_gate=True),
         mla=MLAConfig(
-            num_heads=4, q_lora_rank=32, kv_lora_rank=32, nope_dim=16, rope_dim=8, value_dim=16, output_gate=True
+            num_heads=2, q_lora_rank=32, kv_lora_rank=32, nope_dim=24, rope_dim=8, value_dim=32, output_gate=True
         ),
         moe=MoEConfig(
             num_experts=8,

@@ -6,6 +6,7 @@ mixed ranks need no padding, gradients of adapters do not mix, and adapter 0 (no
     y = x W + ((x A) * [owner == adapter of the token] * scale) B
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,20 +31,34 @@ class LoRAOwners(nnx.Variable):
 
 
 class LoRAPool(nnx.Module):
-    """Rank columns of all adapters for one projection: A [in, R], B [R, out], fp32. `stack` leads when layers are stacked."""
+    """Rank columns of all adapters for one projection: A [in, R], B [R, out], fp32.
+
+    stack  sizes of the leading axes when layers and experts are stacked
+    axes   logical names of all dimensions of the projection: the leading ones, in, out
+    """
 
     def __init__(self, in_size: int, out_size: int, rank: int, axes: Axes, stack: tuple[int, ...], *, rngs: nnx.Rngs):
-        lead = (None,) * len(stack)
-        self.a = param(rngs, (*stack, in_size, rank), (*lead, axes[0], None), zeros, jnp.float32, LoRAParam)
-        self.b = param(rngs, (*stack, rank, out_size), (*lead, None, axes[1]), zeros, jnp.float32, LoRAParam)
+        *lead, inputs, outputs = axes
+        self.a = param(rngs, (*stack, in_size, rank), (*lead, inputs, None), zeros, jnp.float32, LoRAParam)
+        self.b = param(rngs, (*stack, rank, out_size), (*lead, None, outputs), zeros, jnp.float32, LoRAParam)
         self.scale = param(rngs, (*stack, rank), (*lead, None), zeros, jnp.float32, LoRAScale)
 
+    @property
+    def weights(self) -> tuple[Float[Array, "*stack I R"], Float[Array, "*stack R O"]]:
+        """A and B to compute with. Numbers that are not finite count as 0: a gate of 0 times NaN would be NaN, and one
+        broken adapter would break every row. That adapter's own are refused where they enter and leave (k3jax.lora)."""
+        return _finite(self.a[...]), _finite(self.b[...])
+
     def __call__(self, x: Float[Array, "*n I"], gate: Bool[Array, "*n R"]) -> Float[Array, "*n O"]:
-        return self.up(dot(x, self.a[...]), gate, x.dtype)
+        return self.up(dot(x, self.weights[0]), gate, x.dtype)
 
     def up(self, low: Float[Array, "*n R"], gate: Bool[Array, "*n R"], dtype: Any) -> Float[Array, "*n O"]:
-        """The second half: gate and scale the R numbers per token, then B. `where` keeps a NaN in its own columns."""
-        return dot((jnp.where(gate, low, 0) * self.scale[...]).astype(dtype), self.b[...])
+        """The second half: gate and scale the R numbers per token, then B."""
+        return dot((jnp.where(gate, low, 0) * self.scale[...]).astype(dtype), self.weights[1])
+
+
+def _finite(weight: Array) -> Array:
+    return jnp.where(jnp.isfinite(weight), weight, 0)
 
 
 class Linear(nnx.Module):
@@ -53,8 +68,11 @@ class Linear(nnx.Module):
         self.kernel = param(rngs, (in_size, out_size), axes, init, dtype)
         self.lora: LoRAPool | None = nnx.data(None)
 
-    def __call__(self, x: Float[Array, "B T I"], packing: Packing | None = None) -> Float[Array, "B T O"]:
-        y = dot(x, self.kernel[...])
+    def __call__(
+        self, x: Float[Array, "B T I"], packing: Packing | None = None, dtype: Any = None
+    ) -> Float[Array, "B T O"]:
+        """In x's dtype, or in `dtype` where the sums should not be rounded (logits)."""
+        y = dot(x, self.kernel[...], dtype)
         if self.lora is None or packing is None or (gate := packing.rank_gate) is None:
             return y
         return y + self.lora(x, gate)
@@ -72,24 +90,26 @@ class Embedding(nnx.Module):
         y = self.weight[...][ids].astype(self.dtype)
         if self.lora is None or packing is None or (gate := packing.rank_gate) is None:
             return y
-        return y + self.lora.up(self.lora.a[...][ids], gate, self.dtype)
+        return y + self.lora.up(self.lora.weights[0][ids], gate, self.dtype)
 
 
-@jax.custom_vjp
-def dot(x: Float[Array, "*n I"], kernel: Float[Array, "I O"]) -> Float[Array, "*n O"]:
-    """x kernel in x's dtype; fp32 inputs are multiplied in true fp32 on every backend.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dot(x: Float[Array, "*n I"], kernel: Float[Array, "I O"], dtype: Any = None) -> Float[Array, "*n O"]:
+    """x kernel, in x's dtype or in `dtype` without rounding to x's first. fp32 inputs are multiplied in true fp32.
 
     The kernel's gradient is one product over all leading axes. What autodiff makes of it takes XLA:CPU 4 times as long.
     """
-    return jnp.matmul(x, kernel.astype(x.dtype), precision=precision(x.dtype))
+    y = jnp.matmul(x, kernel.astype(x.dtype), precision=precision(x.dtype), preferred_element_type=dtype)
+    return y.astype(dtype or x.dtype)
 
 
-def _dot_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return dot(x, kernel), (x, kernel)
+def _dot_forward(x: Array, kernel: Array, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
+    return dot(x, kernel, dtype), (x, kernel)
 
 
-def _dot_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+def _dot_backward(dtype: Any, saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     x, kernel = saved
+    g = g.astype(x.dtype)
     d_kernel = jnp.einsum("...i,...o->io", x, g, precision=precision(x.dtype), preferred_element_type=jnp.float32)
     return jnp.matmul(g, kernel.astype(g.dtype).T, precision=precision(g.dtype)), d_kernel.astype(kernel.dtype)
 

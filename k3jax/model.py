@@ -112,7 +112,8 @@ class K3(nnx.Module):
         return Packing.of(segments, 0 if cache is None else cache.length, adapters=adapters, owners=owners)
 
     def logits(self, hidden: Float[Array, "B T D"], packing: Packing | None = None) -> Float[Array, "B T V"]:
-        return self.lm_head(hidden, packing).astype(jnp.float32)
+        """Logits in fp32, also of a bf16 model."""
+        return self.lm_head(hidden, packing, jnp.float32)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache for `batch` sequences of at most `capacity` tokens each."""

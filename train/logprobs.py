@@ -24,7 +24,7 @@ def chunked_logprobs(
     hidden: Float[Array, "B T D"], head: Float[Array, "D V"], targets: Int[Array, "B T"], chunk: int
 ) -> Float32[Array, "B T"]:
     """token_logprobs(hidden @ head, targets), `chunk` tokens of each row at a time; see logprobs_by_chunk."""
-    return logprobs_by_chunk(lambda h: dot(h, head), hidden, targets, chunk)
+    return logprobs_by_chunk(lambda h: dot(h, head, jnp.float32), hidden, targets, chunk)
 
 
 def logprobs_by_chunk(
