@@ -102,7 +102,7 @@ class Projection:
     in_size: int
     out_size: int
     stack: tuple[int, ...]  # () | (layers,) | (layers, experts)
-    axes: tuple[str | None, str | None]
+    axes: tuple[str | None, ...]  # logical names: of the stack, in, out
 
     @property
     def is_embedding(self) -> bool:
@@ -128,10 +128,10 @@ def _projection(module: Any, names: tuple[str, ...], name: str) -> Projection:
     if isinstance(module, PackedExpertLinear):
         *stack, out_size, half = module.packed.shape
         axes = module.packed.get_metadata()["out_sharding"]
-        return Projection(module, names, name, 2 * half, out_size, tuple(stack), (axes[-1], axes[-2]))
+        return Projection(module, names, name, 2 * half, out_size, tuple(stack), (*axes[:-2], axes[-1], axes[-2]))
     *stack, in_size, out_size = module.kernel.shape
     axes = module.kernel.get_metadata()["out_sharding"]
-    return Projection(module, names, name, in_size, out_size, tuple(stack), (axes[-2], axes[-1]))
+    return Projection(module, names, name, in_size, out_size, tuple(stack), tuple(axes))
 
 
 def _tail(name: str) -> str:

@@ -117,8 +117,9 @@ class MultiHeadLatentAttention(nnx.Module):
         y, pool, gate = times(q, self._kv_b(self.kv_b_proj.kernel[...], 0)), self.kv_b_proj.lora, packing.rank_gate
         if pool is None or gate is None:
             return y
-        low = jnp.where(gate[:, :, None], times(q, self._kv_b(pool.b[...], 0)), 0) * pool.scale[...]
-        return y + jnp.einsum("bthr,lr->bthl", low.astype(q.dtype), pool.a[...].astype(q.dtype), precision=precision(q.dtype))
+        a, b = pool.weights
+        low = jnp.where(gate[:, :, None], times(q, self._kv_b(b, 0)), 0) * pool.scale[...]
+        return y + jnp.einsum("bthr,lr->bthl", low.astype(q.dtype), a.astype(q.dtype), precision=precision(q.dtype))
 
     def _out_of_latent(self, u: Float[Array, "B T H L"], packing: Packing) -> Float[Array, "B T H V"]:
         def times(low: Array, weight: Array) -> Array:
@@ -127,9 +128,10 @@ class MultiHeadLatentAttention(nnx.Module):
         y, pool, gate = times(u, self._kv_b(self.kv_b_proj.kernel[...], 1)), self.kv_b_proj.lora, packing.rank_gate
         if pool is None or gate is None:
             return y
-        low = jnp.einsum("bthl,lr->bthr", u, pool.a[...].astype(u.dtype), precision=precision(u.dtype))
+        a, b = pool.weights
+        low = jnp.einsum("bthl,lr->bthr", u, a.astype(u.dtype), precision=precision(u.dtype))
         low = (jnp.where(gate[:, :, None], low, 0) * pool.scale[...]).astype(u.dtype)
-        return y + times(low, self._kv_b(pool.b[...], 1))
+        return y + times(low, self._kv_b(b, 1))
 
     def _kv_b(self, weight: Float[Array, "I HKV"], part: int) -> Float[Array, "I H N"]:
         """Columns of a kv_b_proj weight that make keys (part 0) or values (part 1)."""

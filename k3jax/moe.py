@@ -54,10 +54,11 @@ class PackedExpertLinear(nnx.Module):
 def _with_lora(y: Array, pool: LoRAPool | None, rows: Array, sizes: Array, gate: Bool[Array, "N R"] | None) -> Array:
     if pool is None or gate is None:
         return y
-    low = grouped_matmul(rows, pool.a[...].astype(rows.dtype), sizes)
+    a, b = pool.weights
+    low = grouped_matmul(rows, a.astype(rows.dtype), sizes)
     scale = jnp.repeat(pool.scale[...], sizes, axis=0, total_repeat_length=rows.shape[0])
     low = (jnp.where(gate, low, 0) * scale).astype(rows.dtype)
-    return y + grouped_matmul(low, pool.b[...].astype(rows.dtype), sizes)
+    return y + grouped_matmul(low, b.astype(rows.dtype), sizes)
 
 
 class Experts(nnx.Module):
