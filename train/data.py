@@ -3,12 +3,14 @@
     rows = Rows(Jsonl(path="data.jsonl").examples(tokenizer), rows=8, row_length=512, seed=0)
     micro_batches = rows.next(2)
 
-A line of a jsonl file is a conversation, {"messages": [...], "tools": [...]}, or tokens, {"ids": [...], "weights": [...]}.
+A line of a jsonl file is a conversation, {"messages": [...], "tools": [...]}, tokens, {"ids": [...], "weights": [...]},
+or a preference (Pairs).
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -66,7 +68,7 @@ class Jsonl:
         _check_roles(self.roles)
 
     def examples(self, tokenizer: Tokenizer | None) -> "JsonlExamples":
-        return JsonlExamples(self, tokenizer)
+        return JsonlExamples(self.path, partial(_encode, self, tokenizer))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +94,32 @@ class Transcripts:
         return TranscriptExamples(self, _needed(tokenizer, "Transcripts"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """A file of preferences, one JSON object per line: {"messages": [...], "chosen": {...}, "rejected": {...}, "tools": [...]}.
+
+    chosen and rejected are what the assistant answers: a message, or a list of messages that may hold tool results.
+    """
+
+    path: str
+    thinking: bool = False
+
+    def examples(self, tokenizer: Tokenizer | None) -> "JsonlExamples":
+        return JsonlExamples(self.path, partial(_encode_pair, self, _needed(tokenizer, "Pairs")))
+
+
 class JsonlExamples:
     """All lines of a file, checked and encoded at once. Raises DataError naming the first line that is wrong."""
 
-    def __init__(self, config: Jsonl, tokenizer: Tokenizer | None):
-        self.path = config.path
+    def __init__(self, path: str, encode: Callable[[dict[str, Any]], Example]):
+        self.path = path
         self.lines: list[int] = []
         self.examples: list[Example] = []
-        for number, entry in read_jsonl(config.path):
+        for number, entry in read_jsonl(path):
             try:
-                self.examples.append(_encode(entry, config, tokenizer))
-            except ValueError as error:
-                raise DataError(f"{config.path} line {number}: {error}") from error
+                self.examples.append(encode(entry))
+            except (ValueError, RunError) as error:
+                raise DataError(f"{path} line {number}: {error}") from error
             self.lines.append(number)
 
     def __len__(self) -> int:
@@ -157,14 +173,16 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def chat_example(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Any, roles: tuple[str, ...], thinking: bool
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Any, roles: tuple[str, ...], thinking: bool,
+    first_message: int = -1,
 ) -> Example:
-    """A conversation as ids and next-token targets, weighted 1 where `roles` wrote the target."""
+    """A conversation as ids and next-token targets, weighted 1 where `roles` wrote the target, from first_message on."""
     chat = encode_chat_with_roles(
         tokenizer, cast(Any, messages), tools=tools, thinking=thinking, add_generation_prompt=False
     )
     assistant = ROLES.index("assistant")
     learned = np.isin(chat.role, [ROLES.index(role) for role in roles]) & (chat.generated | (chat.role != assistant))
+    learned &= chat.message >= first_message
     return token_example(chat.ids, learned)
 
 
@@ -174,7 +192,7 @@ def token_example(ids: Any, weights: Any) -> Example:
     return {"ids": ids[:-1], "targets": ids[1:], "weights": np.asarray(weights, np.float32)[1:]}
 
 
-def _encode(entry: dict[str, Any], config: Jsonl, tokenizer: Tokenizer | None) -> Example:
+def _encode(config: Jsonl, tokenizer: Tokenizer | None, entry: dict[str, Any]) -> Example:
     if "messages" in entry:
         tools = entry.get("tools")
         example = chat_example(_needed(tokenizer, "messages"), entry["messages"], tools, config.roles, config.thinking)
@@ -193,6 +211,22 @@ def _encode(entry: dict[str, Any], config: Jsonl, tokenizer: Tokenizer | None) -
     if not example["weights"].any():
         raise ValueError("no token of this example is learned: every weight is 0.")
     return example
+
+
+def _encode_pair(config: Pairs, tokenizer: Tokenizer, entry: dict[str, Any]) -> Example:
+    """Chosen and rejected conversation one after the other; `part` says which is which."""
+    if missing := [name for name in ("messages", "chosen", "rejected") if name not in entry]:
+        raise ValueError(f"a pair needs messages, chosen and rejected; {' and '.join(missing)} missing.")
+    halves = []
+    for part, name in enumerate(("chosen", "rejected"), 1):
+        answer = entry[name] if isinstance(entry[name], list) else [entry[name]]
+        half = chat_example(
+            tokenizer, [*entry["messages"], *answer], entry.get("tools"), ("assistant",), config.thinking, len(entry["messages"])
+        )
+        if not half["weights"].any():
+            raise ValueError(f"{name} has no token of the assistant.")
+        halves.append(half | {"part": np.full(len(half["ids"]), part, np.int32)})
+    return {name: np.concatenate([half[name] for half in halves]) for name in halves[0]}
 
 
 def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
