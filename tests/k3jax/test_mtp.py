@@ -19,7 +19,19 @@ B, T, D = 2, 12, CONFIG.hidden_size
 
 @nnx.jit(static_argnums=0)
 def create(config):
-    return MTPLayer(config, rngs=nnx.Rngs(0))
+    layer = MTPLayer(config, rngs=nnx.Rngs(0))
+    norms = (
+        layer.enorm,
+        layer.hnorm,
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        layer.shared_head.norm,
+    )
+    for norm, key in zip(norms, jax.random.split(jax.random.key(3), len(norms)), strict=True):
+        norm.weight[...] = jax.random.uniform(
+            key, (D,), minval=0.5, maxval=2
+        )  # as created, all norms are alike
+    return layer
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +58,16 @@ def test_the_result_is_one_layer_on_the_projection_of_both_norms(layer, inputs):
 
     @nnx.jit
     def formula(layer, hidden, embeds):
-        packing, eps = Packing.of(ONE), CONFIG.norm_eps
-        norm = lambda x: x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + eps)  # noqa: E731
-        both = jnp.concatenate([norm(embeds), norm(hidden)], -1)
+        packing = Packing.of(ONE)
+
+        def norm(module, x):
+            return module.weight[...] * x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + CONFIG.norm_eps)
+
+        both = jnp.concatenate([norm(layer.enorm, embeds), norm(layer.hnorm, hidden)], -1)
         h = jnp.matmul(both, layer.eh_proj.kernel[...], precision="highest")
-        h = h + layer.self_attn(norm(h), packing)[0]
-        return norm(h + layer.block_sparse_moe(norm(h), packing)[0])
+        h = h + layer.self_attn(norm(layer.input_layernorm, h), packing)[0]
+        h = h + layer.block_sparse_moe(norm(layer.post_attention_layernorm, h), packing)[0]
+        return norm(layer.shared_head.norm, h)
 
     y, _, routing = run(layer, *inputs, ONE)
     assert y.shape == (B, T, D) and routing.experts.shape == (B, T, CONFIG.moe.experts_per_token)
