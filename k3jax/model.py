@@ -45,6 +45,7 @@ class TextModel(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], packing: Packing, cache: Cache | None = None, picks: Any = None, histogram: bool = False
     ) -> Output:
+        x = jnp.where(packing.valid[..., None], x, 0)  # whatever padding holds, NaN included, ends here
         stream, cache, routing = self.layers(x, packing, cache, picks, histogram)
         h = stream.prefix
         if stream.blocks is not None:
