@@ -1,0 +1,24 @@
+"""nano learns Countdown by RL: a rank-8 LoRA, rewarded by distance to the target. The first half of `make demo`."""
+
+from configs.nano import COUNTDOWN
+from k3jax.lora import LoRAConfig
+from train.rl.loop import RLConfig
+
+
+def config() -> RLConfig:
+    return RLConfig(
+        out="runs/nano_countdown",
+        checkpoint="configs/nano",
+        adapter=LoRAConfig(rank=8, alpha=16),
+        environment=COUNTDOWN,
+        groups=16,
+        group_size=8,
+        max_turn_tokens=24,
+        steps=40,
+        lr=5e-3,
+        rows=16,
+        row_length=255,
+        remat="none",
+        heldout=64,
+        heldout_every=20,
+    )

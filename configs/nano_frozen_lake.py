@@ -1,0 +1,26 @@
+"""nano learns Frozen Lake by RL: a rank-8 LoRA, several turns per episode, rewarded only at the goal. The second half of
+`make demo`."""
+
+from configs.nano import FROZEN_LAKE
+from k3jax.lora import LoRAConfig
+from train.rl.loop import RLConfig
+
+
+def config() -> RLConfig:
+    return RLConfig(
+        out="runs/nano_frozen_lake",
+        checkpoint="configs/nano",
+        adapter=LoRAConfig(rank=8, alpha=16),
+        environment=FROZEN_LAKE,
+        groups=8,
+        group_size=8,
+        max_turn_tokens=64,
+        max_turns=5,
+        steps=30,
+        lr=5e-3,
+        rows=8,
+        row_length=511,
+        remat="none",
+        heldout=64,
+        heldout_every=15,
+    )
