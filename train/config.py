@@ -178,11 +178,10 @@ def _unknown(path: str, unknown: str, known: list[str]) -> str:
 
 
 def _replaced(config: Any, changes: Mapping[str, Any]) -> Any:
-    values = {
-        name: _replaced(getattr(config, name), value) if isinstance(value, dict) and dataclasses.is_dataclass(getattr(config, name))
-        else value
-        for name, value in changes.items()
-    }
+    values = {}
+    for name, value in changes.items():
+        now = getattr(config, name)
+        values[name] = _replaced(now, value) if isinstance(value, dict) and dataclasses.is_dataclass(now) else value
     try:
         return dataclasses.replace(config, **values)
     except ConfigError:

@@ -84,7 +84,7 @@ def _reference(chunk: int, slots: int, graphdef: Any, state: nnx.State, batch: M
 
 
 def main() -> int:
-    examples = ("python -m train.dpo configs/dpo_tiny.py", "python -m train.dpo configs/dpo_tiny.py data.path=pairs.jsonl beta=0.2")
+    examples = ("python -m train.dpo configs/dpo_tiny.py", "python -m train.dpo configs/dpo_tiny.py data.path=a.jsonl beta=0.2")
     return command_line(DPOConfig, dpo, examples)
 
 

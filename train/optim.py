@@ -5,6 +5,7 @@ Weights are flat dicts, path -> fp32 array, as train.step keeps them.
 
 import math
 from collections.abc import Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -59,19 +60,19 @@ def muon(config: TrainConfig, weights: Weights, heads: Mapping[str, int]) -> opt
     )
     rest = adamw(config, {path: w for path, w in weights.items() if path not in views})
 
-    def split(tree: Weights) -> tuple[Weights, Weights]:
+    def split(tree: Any) -> tuple[Any, Any]:
         return {p: tree[p].reshape(shape) for p, (shape, _) in views.items()}, {p: tree[p] for p in tree if p not in views}
 
-    def init(params: Weights) -> optax.OptState:
+    def init(params: Any) -> Any:
         of_muon, of_adamw = split(params)
         return {"muon": matrices.init(of_muon), "adamw": rest.init(of_adamw)}
 
-    def update(grads: Weights, state: optax.OptState, params: Weights) -> tuple[Weights, optax.OptState]:
-        (g_muon, g_adamw), (p_muon, p_adamw) = split(grads), split(params)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        (g_muon, g_adamw), (p_muon, p_adamw) = split(updates), split(params)
         u_muon, of_muon = matrices.update(g_muon, state["muon"], p_muon)
         u_adamw, of_adamw = rest.update(g_adamw, state["adamw"], p_adamw)
-        updates = {path: u.reshape(params[path].shape) for path, u in (u_muon | u_adamw).items()}
-        return updates, {"muon": of_muon, "adamw": of_adamw}
+        whole = {path: u.reshape(params[path].shape) for path, u in {**cast(Any, u_muon), **cast(Any, u_adamw)}.items()}
+        return whole, {"muon": of_muon, "adamw": of_adamw}
 
     return optax.GradientTransformation(init, update)
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from k3jax.config import ConfigError, K3Config
 from k3jax.model import K3
 from k3jax.tokenizer import Tokenizer
-from k3jax.weights import save
+from k3jax.weights import abstract, save
 from train.config import TrainConfig, command_line
 from train.data import DataFeed, Jsonl, Transcripts
 from train.loop import run
@@ -49,7 +50,7 @@ def pretrain(config: PretrainConfig) -> K3:
         )
     examples = config.data.examples(tokenizer)
     model_config = replace(config.model, param_dtype=jnp.dtype(jnp.float32), remat=config.remat)
-    model = K3(model_config, rngs=nnx.Rngs(config.seed))
+    model = new_model(model_config, config.seed)
     balance = config.model.moe is not None
     objective = TokenObjective(loss_named("cross_entropy"), config.logprob_chunk, balance=balance)
     trainer = Trainer(model, nnx.Param, objective, config, partial(muon, heads=heads_of(model)), balance=balance)
@@ -58,6 +59,13 @@ def pretrain(config: PretrainConfig) -> K3:
     save(model, folder, dtype=config.model.param_dtype)
     tokenizer.save(folder)
     print(f"Saved {folder}.")
+    return model
+
+
+def new_model(config: K3Config, seed: int) -> K3:
+    """A model with random weights, made by one compiled program."""
+    model = abstract(config)
+    nnx.update(model, jax.jit(lambda: nnx.state(K3(config, rngs=nnx.Rngs(seed))))())
     return model
 
 

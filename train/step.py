@@ -10,7 +10,7 @@ the running sums, one applies them.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from train.config import RunError, TrainConfig
 from train.loss import Metrics
 from train.optim import Weights, global_norm
 
-MicroBatch = Mapping[str, Array]  # [rows, row_length] each, or [rows, slots]
+MicroBatch = Mapping[str, Any]  # [rows, row_length] each, or [rows, slots]
 Optimizer = Callable[[TrainConfig, Weights], optax.GradientTransformation]
 
 
@@ -82,7 +82,9 @@ class Trainer:
         )
         self.max_refused, self._refused_in_a_row = config.max_refused, 0
         merge = partial(_merge, graphdef, self._trained, self._biases)
-        self._add = jax.jit(partial(_add, merge, objective), donate_argnums=0)
+        add = partial(_add, merge, objective)
+        self._first = partial(add, None)
+        self._add = jax.jit(add, donate_argnums=0)
         top_k = getattr(model.config.moe, "experts_per_token", 0)
         self._apply = jax.jit(partial(_apply, transform, config.clip, top_k), donate_argnums=0)
         self._empty: Any = None
@@ -118,8 +120,7 @@ class Trainer:
     def _zeros(self, micro: MicroBatch) -> Any:
         """Fresh running sums. Their shapes are those of a micro-batch's gradients, metrics and counts."""
         if self._empty is None:
-            add = partial(self._add.__wrapped__, None)
-            shapes = jax.eval_shape(add, self.state.weights, self.state.biases, self._frozen, micro)
+            shapes = jax.eval_shape(self._first, self.state.weights, self.state.biases, self._frozen, micro)
             self._empty = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
         return self._empty()
 
@@ -169,13 +170,12 @@ def _apply(transform: optax.GradientTransformation, clip: float, top_k: int, sta
     fine = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
     shrink = jnp.minimum(1, clip / jnp.maximum(norm, clip))
     updates, optimizer = transform.update(jax.tree.map(lambda g: g * shrink, grads), state.optimizer, state.weights)
-    weights = optax.apply_updates(state.weights, updates)
+    weights: Any = optax.apply_updates(state.weights, updates)
     biases = {
         path: next_bias(sums.counts[path], bias, top_k) if path in sums.counts else bias
         for path, bias in state.biases.items()
     }
-    kept = jax.tree.map(
-        partial(jnp.where, fine), (weights, biases, optimizer), (state.weights, state.biases, state.optimizer)
-    )
+    new = State(weights, biases, optimizer, state.step)
+    kept = jax.tree.map(partial(jnp.where, fine), new, state)
     means = {name: value if name in ("tokens", "pairs") else value * share for name, value in sums.metrics.items()}
-    return State(*kept, state.step + 1), means | {"grad_norm": norm, "refused": (~fine).astype(jnp.float32)}
+    return replace(kept, step=state.step + 1), means | {"grad_norm": norm, "refused": (~fine).astype(jnp.float32)}
