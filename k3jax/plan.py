@@ -35,7 +35,7 @@ class Segment:
 def plan(kinds: Sequence[Hashable]) -> tuple[Segment, ...]:
     """Splits layers into head, a repeated group and tail with the fewest layer bodies; no head or tail if empty.
 
-    Kimi K3 (dense layer 0, MLA at every fourth layer and at the last) becomes [K' KK M], 22 x [KKK M], [M].
+    Kimi K3 (dense layer 0, MLA at every fourth layer and at the last) becomes [K' KK], 22 x [M KKK], [MM]: 5 bodies.
     """
     best, best_cost = _segments(kinds, 0, len(kinds), 1), _bodies(kinds)
     for period in range(1, len(kinds) // 2 + 1):
