@@ -1,27 +1,53 @@
-"""Rows sorted by group times one matrix per group: the routed experts."""
+"""Rows sorted by group, each group times a matrix of its own: the routed experts."""
 
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.grouped_matmul import mxfp4_xla, xla
+from pallas_kernels.grouped_matmul import reference, xla
 
-IMPLS = {"xla": xla}
-MXFP4_IMPLS = {"xla": mxfp4_xla}
+IMPLS = {"xla": xla, "reference": reference}
 
 
 def grouped_matmul(
-    x: Float[Array, "N K"], w: Float[Array, "E K M"], group_sizes: Int[Array, "E"], *, impl: str | None = None
+    x: Float[Array, "N K"],
+    w: Float[Array, "E K M"],
+    group_sizes: Int32[Array, " E"],
+    *,
+    impl: str | None = None,
 ) -> Float[Array, "N M"]:
-    """y[n] = x[n] w[e] for the group_sizes[e] rows of each group e in turn; rows past the last group give zeros.
+    """Multiplies each row by the matrix of its group.
 
-    Sums run in fp32; y has x's dtype. Differentiable in x and w. Any group sizes whose sum is at most N.
+        y[n] = x[n] w[e]    for the group_sizes[e] rows n of each group e in turn; 0 for rows after them
+
+    group_sizes  any sizes >= 0 whose sum is at most N
+    Returns y in x's dtype. Sums run in fp32, and fp32 inputs are multiplied at full precision.
+    Differentiable in x and w. Rows after the last group, in x and in the gradient of y, may hold anything.
     """
+    _check(x, w.shape[1], w.shape[0], group_sizes)
     return run("grouped_matmul", IMPLS, impl, x, w, group_sizes)
 
 
 def grouped_matmul_mxfp4(
-    x: Float[Array, "N K"], packed: UInt8[Array, "E M Khalf"], scale: UInt8[Array, "E M Kgroup"],
-    group_sizes: Int[Array, "E"], *, impl: str | None = None,
+    x: Float[Array, "N K"],
+    packed: UInt8[Array, "E M Khalf"],
+    scale: UInt8[Array, "E M Kgroup"],
+    group_sizes: Int32[Array, " E"],
+    *,
+    impl: str | None = None,
 ) -> Float[Array, "N M"]:
-    """`grouped_matmul` with frozen MXFP4 weights (pallas_kernels.mxfp4), dequantised group by group inside the op."""
-    return run("grouped_matmul_mxfp4", MXFP4_IMPLS, impl, x, packed, scale, group_sizes)
+    """`grouped_matmul` with frozen MXFP4 weights: w[e] = dequantize(packed[e], scale[e])'.
+
+    packed, scale  as `pallas_kernels.mxfp4.dequantize` takes them
+    A group's matrix is dequantised, to x's dtype, when its rows are multiplied: one at a time. Differentiable
+    in x only.
+    """
+    _check(x, 2 * packed.shape[2], packed.shape[0], group_sizes)
+    return run("grouped_matmul_mxfp4", IMPLS, impl, x, packed, scale, group_sizes)
+
+
+def _check(x: Array, inputs: int, groups: int, group_sizes: Array) -> None:
+    if x.shape[1] != inputs or group_sizes.shape != (groups,):
+        raise ValueError(
+            f"{groups} matrices with {inputs} inputs need x [N, {inputs}] and group_sizes [{groups}], "
+            f"got {x.shape} and {group_sizes.shape}."
+        )

@@ -1,8 +1,8 @@
 """MLA attention block by block with an online softmax (FlashAttention-2, arXiv 2307.08691), in plain XLA.
 
 Both ops are one loop over query rows in G groups with keys of their own: `attention` has a group per head and
-a row per token; `latent_attention` one group, a row per token and head, and as values the first numbers of its
-keys. A block of queries reads the span of key blocks that its rows may see, and no others.
+a row per token; `latent_attention` one group, a row per token and head, and as values the first numbers of
+its keys. A block of queries reads the span of key blocks that its rows may see, and no others.
 """
 
 from collections.abc import Callable

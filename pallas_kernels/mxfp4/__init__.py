@@ -51,9 +51,9 @@ def quantize(
         code  = nearest to |w| / 2**(scale - 127), ties to the even code, at most 6
 
     The scale is, byte for byte, that of compressed-tensors, in whose format K3 is released. Its last term is
-    not in the OCP rule: a top of 7 or more in units of the OCP scale, which 6 would clip, takes the next scale.
+    not in the OCP rule: a top of 7 or more in units of the OCP scale, which 6 would clip, takes the next one.
     A group of zeros gets scale 1 (byte 127). The sign of zeros is kept. Computed in fp32.
     """
     if weight.shape[-1] % GROUP:
-        raise ValueError(f"A scale serves {GROUP} inputs; got {weight.shape[-1]}, which is no multiple of it.")
+        raise ValueError(f"A scale serves {GROUP} inputs; got {weight.shape[-1]}, which is no multiple.")
     return run("quantize", IMPLS, impl, weight)

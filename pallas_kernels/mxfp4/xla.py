@@ -1,8 +1,8 @@
 """MXFP4 by integer arithmetic on the bits of bf16 and fp32 numbers: elementwise, so XLA fuses it.
 
-An E2M1 code, shifted to the top of a float's mantissa, is the exponent and mantissa of its number up to a constant
-in the exponent, to which the scale byte is added. That takes no product of floats, which would flush subnormal
-results, and no table, whose lookups are slow.
+An E2M1 code, shifted to the top of a float's mantissa, is the exponent and mantissa of its number up to a
+constant in the exponent, to which the scale byte is added. That takes no product of floats, which would flush
+subnormal results, and no table, whose lookups are slow.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ def quantize(
     scale = jnp.where(top > 0, jnp.maximum(exponent - 2, 0), 127)
     inverse = jax.lax.bitcast_convert_type((254 - scale) << 23, jnp.float32)
     size = jnp.abs(groups) * inverse[..., None]
-    # Numbers are 0.5 apart below 2, 1 below 4, then 2: rounding to even in these steps gives even codes on ties.
+    # Numbers are 0.5 apart below 2, 1 below 4, then 2: rounding to even in these steps keeps ties even.
     steps = jnp.where(size < 2, 2.0, jnp.where(size < 4, 1.0, 0.5))
     first = jnp.where(size < 2, 0, jnp.where(size < 4, 2, 4))
     code = jnp.minimum(jnp.round(size * steps).astype(jnp.int32) + first, 7)

@@ -1,0 +1,183 @@
+"""Laws of the grouped matmul, with plain and with MXFP4 weights."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul import IMPLS, grouped_matmul, grouped_matmul_mxfp4
+from pallas_kernels.grouped_matmul.bench import main as bench
+from pallas_kernels.mxfp4 import dequantize, quantize
+
+N, K, M, E = 50, 32, 12, 4
+every_impl = pytest.mark.parametrize("impl", IMPLS)
+multiply = jax.jit(grouped_matmul, static_argnames="impl")
+
+any_sizes = pytest.mark.parametrize(
+    "sizes",
+    [[13, 13, 12, 12], [0, 50, 0, 0], [0, 1, 0, 49], [8, 16, 0, 26], [7, 0, 9, 20], [0, 0, 0, 3], [0] * 4],
+    ids=str,
+)
+
+
+@partial(jax.jit, static_argnames="impl")
+def gradients(x, w, sizes, g, *, impl):
+    return jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, impl=impl), x, w)[1](g)
+
+
+def draw(n=N, k=K, m=M, e=E, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=s), dtype) for s in ((n, k), (e, k, m), (n, m))]
+
+
+def spans(sizes):
+    ends = np.cumsum(sizes)
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def formula(x, w, sizes):
+    x, w = (np.asarray(t, np.float64) for t in (x, w))
+    y = np.zeros((x.shape[0], w.shape[2]))
+    for e, span in enumerate(spans(sizes)):
+        y[span] = x[span] @ w[e]
+    return y
+
+
+def int32(sizes):
+    return jnp.asarray(sizes, jnp.int32)
+
+
+@every_impl
+@any_sizes
+def test_each_row_meets_the_matrix_of_its_group_and_the_rest_is_zero(sizes, impl):
+    x, w, _ = draw()
+    y = multiply(x, w, int32(sizes), impl=impl)
+    np.testing.assert_allclose(y, formula(x, w, sizes), rtol=1e-5, atol=1e-5)
+    assert not np.any(y[sum(sizes) :])
+
+
+@every_impl
+@any_sizes
+def test_gradients_equal_those_of_the_formula(sizes, impl):
+    x, w, g = draw()
+    dx, dw = gradients(x, w, int32(sizes), g, impl=impl)
+    np.testing.assert_allclose(dx, formula(g, w.swapaxes(1, 2), sizes), rtol=1e-5, atol=1e-5)
+    for e, span in enumerate(spans(sizes)):
+        expected = np.asarray(x[span], np.float64).T @ np.asarray(g[span], np.float64)
+        np.testing.assert_allclose(dw[e], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_past_the_last_group_change_no_bit_even_if_they_hold_nan():
+    x, w, g = draw()
+    sizes = int32([7, 0, 9, 20])
+    spoilt_x, spoilt_g = x.at[36:].set(jnp.nan), g.at[36:].set(jnp.nan)
+    assert np.array_equal(multiply(x, w, sizes, impl="xla"), multiply(spoilt_x, w, sizes, impl="xla"))
+    clean, spoilt = gradients(x, w, sizes, g, impl="xla"), gradients(spoilt_x, w, sizes, spoilt_g, impl="xla")
+    assert all(np.array_equal(a, b) for a, b in zip(clean, spoilt, strict=True))
+    assert not np.any(clean[0][36:])
+
+
+def test_matrices_of_groups_without_rows_are_not_read():
+    x, w, _ = draw()
+    y = multiply(x, w.at[1].set(jnp.nan), int32([20, 0, 20, 10]), impl="xla")
+    assert np.all(np.isfinite(y))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_fewer_rows_than_a_tile_work(rows):
+    x, w, _ = draw(n=rows)
+    sizes = [0, rows - 1, 0, 1]
+    np.testing.assert_allclose(multiply(x, w, int32(sizes)), formula(x, w, sizes), rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_rows_are_summed_in_fp32():
+    x, w, g = draw(dtype=jnp.bfloat16)
+    sizes = [13, 13, 12, 12]
+    y = multiply(x, w, int32(sizes))
+    assert y.dtype == jnp.bfloat16
+    expected = jnp.asarray(formula(x, w, sizes), jnp.bfloat16)
+    assert np.mean(y == expected) > 0.98  # the rest sits on a rounding boundary of bf16
+    assert [t.dtype for t in gradients(x, w, int32(sizes), g, impl="xla")] == [jnp.bfloat16] * 2
+
+
+def test_every_one_of_896_experts_may_be_hit_or_missed():
+    x, w, g = draw(n=160, k=4, m=3, e=896)
+    sizes = np.bincount(np.random.default_rng(1).choice(896, 160), minlength=896)
+    np.testing.assert_allclose(multiply(x, w, int32(sizes)), formula(x, w, sizes), rtol=1e-5, atol=1e-5)
+    dw = gradients(x, w, int32(sizes), g, impl="xla")[1]
+    assert np.array_equal(np.any(dw, axis=(1, 2)), sizes > 0)
+
+
+def test_8192_tokens_with_16_experts_each_go_through_in_one_call():
+    x, w, _ = draw(n=8192 * 16, k=2, m=2, e=32)
+    sizes = np.bincount(np.random.default_rng(1).integers(0, 32, len(x)), minlength=32)
+    np.testing.assert_allclose(multiply(x, w, int32(sizes)), formula(x, w, sizes), rtol=1e-5, atol=1e-5)
+
+
+@partial(jax.jit, static_argnames="impl")
+def product_and_gradient(x, packed, scale, sizes, g, *, impl):
+    y, pull = jax.vjp(lambda x: grouped_matmul_mxfp4(x, packed, scale, sizes, impl=impl), x)
+    return y, pull(g)[0]
+
+
+def packed_weights(e=E, m=M, k=K):
+    return quantize(jnp.asarray(np.random.default_rng(2).normal(size=(e, m, k)), jnp.float32))
+
+
+@every_impl
+@any_sizes
+def test_packed_weights_multiply_like_their_dequantised_ones(sizes, impl):
+    x, _, g = draw()
+    packed, scale = packed_weights()
+    w = dequantize(packed, scale, jnp.float32).swapaxes(1, 2)
+
+    y, dx = product_and_gradient(x, packed, scale, int32(sizes), g, impl=impl)
+    np.testing.assert_allclose(y, formula(x, w, sizes), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dx, formula(g, w.swapaxes(1, 2), sizes), rtol=1e-5, atol=1e-5)
+
+
+def temp_bytes(f, *args):
+    return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_temporaries_stay_under_three_times_the_inputs():
+    x, w, g = draw(n=512, k=64, m=64, e=32)
+    inputs = x.nbytes + w.nbytes
+    assert temp_bytes(grouped_matmul, x, w, jnp.zeros(32, jnp.int32)) < inputs
+    assert temp_bytes(partial(gradients, impl="xla"), x, w, jnp.zeros(32, jnp.int32), g) < 3 * inputs
+
+
+def test_packed_weights_are_never_dequantised_all_at_once():
+    e, m, k = 64, 64, 64
+    x, _, g = draw(n=64, k=k, m=m, e=1)
+    packed, scale = packed_weights(e, m, k)
+    temp = temp_bytes(partial(product_and_gradient, impl="xla"), x, packed, scale, jnp.zeros(e, jnp.int32), g)
+    assert temp < 2 * e * m * k / 4  # a quarter of a bf16 copy
+
+
+def test_the_program_does_not_grow_with_the_number_of_experts():
+    def size(e):
+        x, w, g = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 8), (e, 8, 8), (64, 8)))
+        sizes = jax.ShapeDtypeStruct((e,), jnp.int32)
+        return len(gradients.lower(x, w, sizes, g, impl="xla").as_text())
+
+    assert size(512) < 1.02 * size(16)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    x, w, _ = draw()
+    with pytest.raises(ValueError, match=r"4 matrices with 32 inputs need x \[N, 32\] and group_sizes \[4\]"):
+        grouped_matmul(x[:, :31], w, int32([1, 2, 3, 4]))
+    with pytest.raises(ValueError, match=r"got \(50, 32\) and \(3,\)"):
+        grouped_matmul(x, w, int32([1, 2, 3]))
+    with pytest.raises(ValueError, match=r"got \(50, 32\) and \(3,\)"):
+        grouped_matmul_mxfp4(x, *packed_weights(), int32([1, 2, 3]))
+
+
+def test_the_bench_prints_a_line_per_size_and_kind(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench", "--only", "few rows", "--repeat", "1"])
+    bench()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(")")[1].split()[0] for line in lines[2:]] == ["fwd", "bwd", "mxfp4"]
