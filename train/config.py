@@ -172,7 +172,9 @@ def _paths(config: Any, prefix: str = "") -> list[str]:
 
 
 def _unknown(path: str, unknown: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(path, known, 1) or difflib.get_close_matches(path.split(".")[-1], known, 1)
+    by_name = {name.split(".")[-1]: name for name in reversed(known)}
+    near = difflib.get_close_matches(path, known, 1)
+    near = near or [by_name[name] for name in difflib.get_close_matches(path.split(".")[-1], by_name, 1)]
     hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(k for k in known if '.' not in k)}."
     return f"There is no field {unknown}. {hint}"
 
