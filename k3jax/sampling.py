@@ -112,7 +112,7 @@ class Sampler:
         look = self._look()
         (prompt,) = self._prompts([ids], SamplingParams(max_tokens=1, prompt_logprobs=logprobs), adapter)
         rows = self._prefill(look, [prompt])
-        session = Session(ids=prompt.ids, adapter=adapter, version=self._weights.version, logprobs=prompt.logprobs, routes=prompt.routes)
+        session = prompt.kept(self._weights.version)
         self._sessions(look).put(rows, [session])
         return session
 
@@ -183,7 +183,7 @@ class Sampler:
         for p in prompts:
             p.begin(None if self._store is None else self._store.find(p.ids, p.adapter, logprobs=p.params.prompt_logprobs))
         sessions = [p.session for p in prompts] + [None] * (batch - len(prompts))
-        if any(sessions):
+        if self._store is not None and any(sessions):
             rows = self._store.load(sessions, capacity=capacity)
         else:
             rows = start(look.graphdef, look.state, batch=batch, capacity=capacity)
@@ -234,6 +234,7 @@ class Sampler:
                     remaining[row] *= not draft.stopped
         if keep_sessions:
             kept = [d.kept(lengths[row], self._weights.version) for row, d in enumerate(drafts)]
-            self._sessions(look).put(rows, [*kept, *[None] * (batch - len(drafts))])
+            store = self._sessions(look)
+            store.put(rows, [*kept, *[None] * (batch - len(drafts))])
             for draft, session in zip(drafts, kept, strict=True):
-                draft.session = session if session in self._store else None
+                draft.session = session if session in store else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +24,8 @@ class Prompt:
     adapter: int
     seed: int
     session: Session | None = None  # what it resumes from
+    routes: list[Routes] = field(default_factory=list)  # in pieces
     _logprobs: list[np.ndarray] = field(default_factory=list)
-    _routes: list[Routes] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
@@ -34,14 +35,14 @@ class Prompt:
         """Starts over, after what the session has absorbed."""
         self.session = session
         self._logprobs = [] if session is None or session.logprobs is None else [session.logprobs]
-        self._routes = [] if session is None or session.routes is None else [session.routes]
+        self.routes = [] if session is None or session.routes is None else [session.routes]
 
     def take(self, row: int, count: int, result: Prefilled) -> None:
         """Adds what the step found for this prompt's next `count` ids. Arrays are on the host."""
         if result.logprobs is not None:
-            self._logprobs.append(result.logprobs[row, :count])
+            self._logprobs.append(np.asarray(result.logprobs[row, :count]))
         if result.routes is not None:
-            self._routes.append(tuple(None if r is None else r[:, row, :count] for r in result.routes))
+            self.routes.append(tuple(None if r is None else np.asarray(r[:, row, :count]) for r in result.routes))
 
     @property
     def logprobs(self) -> np.ndarray | None:
@@ -51,9 +52,10 @@ class Prompt:
             known = known[1:]  # nothing comes before the first id
         return known if len(known) == len(self.ids) - 1 else None
 
-    @property
-    def routes(self) -> Routes | None:
-        return _join(self._routes)
+    def kept(self, version: int) -> Session:
+        """The session of its state, which has absorbed all of its ids."""
+        routes = _join(self.routes)
+        return Session(ids=self.ids, adapter=self.adapter, version=version, logprobs=self.logprobs, routes=routes)
 
 
 @dataclass
@@ -87,13 +89,13 @@ class Draft:
         self.logprobs += block.logprobs[:n, row].tolist()
         self.raw_logprobs += block.raw_logprobs[:n, row].tolist()
         if not np.isfinite(block.raw_logprobs[:n, row]).all():
-            raise FloatingPointError(f"The model gave logits that are not finite, after {len(self.prompt.ids) + len(self.ids) - n} "
-                                     f"tokens or a little later. Check its weights and those of adapter {self.prompt.adapter}.")
+            raise FloatingPointError(f"The model's logits are not finite within {len(self.prompt.ids) + len(self.ids)} tokens. "
+                                     f"Check its weights and those of adapter {self.prompt.adapter}.")
         if block.top is not None and (k := self.prompt.params.top_logprobs):
             values, best = (a[:n, row, :k].tolist() for a in block.top)
             self.top += [list(zip(*pair, strict=True)) for pair in zip(best, values, strict=True)]
         if block.routes is not None:
-            self._routes.append(tuple(None if r is None else r[:absorbed, :, row].swapaxes(0, 1) for r in block.routes))
+            self._routes.append(tuple(None if r is None else np.asarray(r[:absorbed, :, row]).swapaxes(0, 1) for r in block.routes))
 
     def kept(self, absorbed: int, version: int) -> Session:
         """The session of its state, which has absorbed that many tokens."""
@@ -106,7 +108,7 @@ class Draft:
 
     @property
     def routes(self) -> Routes | None:
-        routes = _join([*self.prompt._routes, *self._routes])
+        routes = _join([*self.prompt.routes, *self._routes])
         end = len(self.prompt.ids) + len(self.ids)
         return None if routes is None else tuple(None if r is None else r[:, :end] for r in routes)
 
@@ -128,15 +130,16 @@ def bucket(size: int, smallest: int, largest: int) -> int:
     return min(max(smallest, 1 << (size - 1).bit_length()), largest)
 
 
-def adapter_rows(prompts: Sequence[Prompt], batch: int) -> np.ndarray:
+def adapter_rows(prompts: Sequence[Prompt], batch: int) -> Any:
+    """Adapter of each row, int32; rows past the prompts have none."""
     return np.array([p.adapter for p in prompts] + [0] * (batch - len(prompts)), np.int32)
 
 
-def drawing(drafts: Sequence[Draft], batch: int, adapters: np.ndarray | None) -> Drawing:
+def drawing(drafts: Sequence[Draft], batch: int, adapters: Any) -> Drawing:
     """The drafts' settings as arrays; rows past them draw nothing."""
     params = [d.prompt.params for d in drafts]
 
-    def rows(values: Sequence[float], filler: float, dtype: type) -> np.ndarray:
+    def rows(values: Sequence[float], filler: float, dtype: type) -> Any:
         return np.array([*values, *[filler] * (batch - len(values))], dtype)
 
     shape = Shape(
@@ -144,9 +147,9 @@ def drawing(drafts: Sequence[Draft], batch: int, adapters: np.ndarray | None) ->
         rows([p.top_p for p in params], 1, np.float32), rows([p.min_p for p in params], 0, np.float32),
     )
     seeds = rows([d.prompt.seed for d in drafts], 0, np.uint64)
-    halves = np.stack([seeds >> np.uint64(32), seeds & np.uint64(2**32 - 1)], 1).astype(np.uint32)
+    halves: Any = np.stack([seeds >> np.uint64(32), seeds & np.uint64(2**32 - 1)], 1).astype(np.uint32)
     most = max(len(p.stop_ids) for p in params)
-    stop_ids = np.full((batch, max(SMALLEST_STOP_IDS, 1 << (most - 1).bit_length() if most else 0)), -1, np.int32)
+    stop_ids: Any = np.full((batch, max(SMALLEST_STOP_IDS, 1 << (most - 1).bit_length() if most else 0)), -1, np.int32)
     for row, p in enumerate(params):
         stop_ids[row, : len(p.stop_ids)] = p.stop_ids
     return Drawing(shape, halves, rows([d.number for d in drafts], 0, np.int32), stop_ids, adapters)
@@ -155,4 +158,7 @@ def drawing(drafts: Sequence[Draft], batch: int, adapters: np.ndarray | None) ->
 def _join(pieces: Sequence[Routes]) -> Routes | None:
     if not pieces:
         return None
-    return tuple(None if stack[0] is None else np.concatenate(stack, 1) for stack in zip(*pieces, strict=True))
+    return tuple(
+        None if stack[0] is None else np.concatenate([piece for piece in stack if piece is not None], 1)
+        for stack in zip(*pieces, strict=True)
+    )

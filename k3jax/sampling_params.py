@@ -85,16 +85,17 @@ def replay(routes: Sequence[Routes], length: int) -> tuple[np.ndarray | None, ..
     Positions past a sample's routes (its last id, padding) get the experts 0..k-1: nothing drawn depends on them.
     """
 
-    def stack(rows: tuple[np.ndarray | None, ...]) -> np.ndarray | None:
-        if rows[0] is None:
-            return None
-        layers, _, k = rows[0].shape
-        picks = np.broadcast_to(np.arange(k, dtype=np.int32), (layers, len(rows), length, k)).copy()
-        for b, row in enumerate(rows):
-            picks[:, b, : row.shape[1]] = row[:, :length]
-        return picks
+    return tuple(_stacked([r for r in rows if r is not None], length) for rows in zip(*routes, strict=True))
 
-    return tuple(stack(rows) for rows in zip(*routes, strict=True))
+
+def _stacked(rows: list[np.ndarray], length: int) -> np.ndarray | None:
+    if not rows:
+        return None
+    layers, _, k = rows[0].shape
+    picks = np.broadcast_to(np.arange(k, dtype=np.int32), (layers, len(rows), length, k)).copy()
+    for b, row in enumerate(rows):
+        picks[:, b, : row.shape[1]] = row[:, :length]
+    return picks
 
 
 def _whole(x: object) -> bool:

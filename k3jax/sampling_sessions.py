@@ -53,7 +53,7 @@ class SessionStore:
         return entry is not None and entry[1].version == session.version
 
     def find(self, ids: np.ndarray, adapter: int, logprobs: bool) -> Session | None:
-        """The longest session that is a prefix of ids (int32) under the adapter; with `logprobs`, among those that know theirs."""
+        """The longest session that ids (int32) begin with, under the adapter; with `logprobs`, one that knows its own."""
         content = ids.tobytes()
         lengths = sorted({s.tokens for _, s in self._entries.values() if s.adapter == adapter and s.tokens <= len(ids)})
         for length in reversed(lengths):

@@ -76,7 +76,7 @@ def save(store: Rows, rows: Rows, slots: Int32[Array, "B"]) -> Rows:
     """Writes each row into its slot of the store, in place; a row whose slot lies beyond the store is not kept."""
 
     def put(old: KDAState | MLAState, new: KDAState | MLAState) -> KDAState | MLAState:
-        if isinstance(old, MLAState):
+        if isinstance(old, MLAState) and isinstance(new, MLAState):
             return MLAState(old.latent.at[:, slots, : new.latent.shape[2]].set(new.latent, mode="drop"))
         return jax.tree.map(lambda a, b: a.at[:, slots].set(b, mode="drop"), old, new)
 

@@ -27,16 +27,13 @@ class LiveWeights:
     def __init__(self, model: K3):
         self.model = model
         self.version = 0  # counts changes of any kind
-        self._seen: tuple[list[Any], list[Any]] = ([], [])
+        self._base, self._adapters = _Seen(), _Seen()
 
     def look(self) -> Look:
         graphdef, state = nnx.split(self.model)
         variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        lora = [isinstance(v, _LORA) for v in variables]
-        arrays = [jax.tree.leaves(v) for v in variables]
-        now = tuple([a for part, is_lora in zip(arrays, lora, strict=True) if is_lora == kind for a in part] for kind in (False, True))
-        base, adapters = (not _same(seen, new) for seen, new in zip(self._seen, now, strict=True))
-        self._seen = tuple([weakref.ref(a) for a in part] for part in now)
+        base = self._base.changed([v for v in variables if not isinstance(v, _LORA)])
+        adapters = self._adapters.changed([v for v in variables if isinstance(v, _LORA)])
         self.version += base or adapters
         return Look(graphdef, state, base, adapters)
 
@@ -47,5 +44,14 @@ class LiveWeights:
         return set() if owners is None else set(np.asarray(owners[...]).tolist()) - {0}
 
 
-def _same(seen: list[Any], new: list[jax.Array]) -> bool:
-    return len(seen) == len(new) and all(reference() is array for reference, array in zip(seen, new, strict=True))
+class _Seen:
+    """Remembers arrays without keeping them alive."""
+
+    def __init__(self):
+        self._arrays: list[weakref.ref[Any]] = []
+
+    def changed(self, tree: Any) -> bool:
+        """Whether the tree's arrays are others than at the last call."""
+        arrays = jax.tree.leaves(tree)
+        before, self._arrays = self._arrays, [weakref.ref(a) for a in arrays]
+        return len(before) != len(arrays) or any(old() is not a for old, a in zip(before, arrays, strict=True))

@@ -110,7 +110,7 @@ def assert_same(a, b, tolerance: float = 1e-5) -> None:
 def test_k3_greedy_tokens_are_official_and_sampled_logprobs_are_the_trainers_under_mixed_adapters():
     golden = json.loads((GOLDEN / "k3_text_tiny/greedy.json").read_text())
     model = load(GOLDEN / "k3_text_tiny/checkpoint", dtype="float32")
-    adapter = Adapters(model, columns=4, targets=("attention",)).add("a", LoRAConfig(rank=4, alpha=8, targets=("attention",)))
+    adapter = Adapters(model, columns=4, targets=("latent",)).add("a", LoRAConfig(rank=4, alpha=8, targets=("latent",)))
     randomise_adapters(model, 0.05)
     prompts, adapters = golden["prompt_ids"] * 2, [0, 0, adapter, adapter]
     drawn = SamplingParams(max_tokens=20, seed=1)
@@ -221,7 +221,12 @@ def test_samples_of_a_request_do_not_depend_on_its_neighbours():
 
 def test_n_samples_share_one_prefill_and_each_has_its_own_seed(monkeypatch):
     shapes, real = [], sampling.prefill
-    monkeypatch.setattr(sampling, "prefill", lambda g, s, rows, ids, *a, **k: shapes.append(ids.shape) or real(g, s, rows, ids, *a, **k))
+
+    def spy(graphdef, state, rows, ids, *args, **settings):
+        shapes.append(ids.shape)
+        return real(graphdef, state, rows, ids, *args, **settings)
+
+    monkeypatch.setattr(sampling, "prefill", spy)
     sampler = new_sampler()
     (four,) = sampler.generate([IDS[:14]], SamplingParams(max_tokens=12, seed=7, n=4))
     assert shapes == [(1, 16)]
@@ -404,7 +409,10 @@ def test_requests_with_other_settings_lengths_and_contents_compile_nothing():
         sampler.prefix(IDS[:9])
         sampler.generate([IDS[i : i + 10] for i in range(4)], params, keep_sessions=True)
     compilations.clear()
-    other = [SamplingParams(max_tokens=3 + 9 * i, temperature=i, top_k=i, top_p=1 - i / 9, min_p=i / 9, stop_ids=(i,)) for i in range(4)]
+    other = [
+        SamplingParams(max_tokens=3 + 9 * i, temperature=i, top_k=i, top_p=1 - i / 9, min_p=i / 9, stop_ids=(i,))
+        for i in range(4)
+    ]
     sampler.generate([IDS[i + 5 : 2 * i + 12] for i in range(4)], other, [0, 1, 2, 0], keep_sessions=True)
     sampler.generate([IDS[: 12 + i] for i in range(3)], other[1:], keep_sessions=True)
     assert compilations == []
