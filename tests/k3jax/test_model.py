@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from k3jax.layer import Residuals
 from k3jax.packing import Packing
-from k3jax.tensor_names import TensorNames
+from k3jax.tensor_names import Spelling, TensorNames
 from k3jax.weights import abstract, gather, load, official_specs
 
 TINY = ("k3_text_tiny", "kimi_linear_tiny")
@@ -179,7 +179,7 @@ def checkpoint_tensors(model, state):
     table = TensorNames(abstract(model.config), model.config)
     arrays = {path: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(state)}
     tensors = {}
-    for at, spec in official_specs(table, model.model.spelling):
+    for at, spec in official_specs(table, Spelling.default(model.config)):
         value = gather({at.parameter.path: jnp.asarray(arrays[at.parameter.path])}, at)
         value = value.T if at.parameter.transpose else value
         tensors[spec.name] = value.reshape(spec.shape)
