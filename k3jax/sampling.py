@@ -37,8 +37,8 @@ class Sampler:
     seed           where the seeds of requests without one come from
 
     Weights are read from the model at every call: change them there, and kept states that they made are dropped. Batches,
-    pieces and caches come in powers of two, each compiled once; no setting of a request compiles anything, except that
-    top logprobs and prompt logprobs are compiled when first asked for.
+    pieces and caches come in a few sizes a factor of 4 apart, each compiled when first needed; no setting of a request
+    compiles anything, except that top logprobs and prompt logprobs do when first asked for.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Sampler:
         """A row per prompt (and unused ones) that has absorbed all of its ids."""
         batch = bucket(len(prompts), 1, self.max_batch)
         longest = max(len(p.ids) + p.params.max_tokens for p in prompts)
-        capacity = bucket(longest, min(SMALLEST_CAPACITY, self.capacity), self.capacity)
+        capacity = bucket(longest, SMALLEST_CAPACITY, self.capacity)
         for p in prompts:
             p.begin(None if self._store is None else self._store.find(p.ids, p.adapter, logprobs=p.params.prompt_logprobs))
         sessions = [p.session for p in prompts] + [None] * (batch - len(prompts))
@@ -192,7 +192,7 @@ class Sampler:
         pending = [p.ids[p.cached :] for p in prompts]
         while any(map(len, pending)):
             size = min(max(map(len, pending)), self.prefill_chunk)
-            ids = np.zeros((batch, bucket(size, min(SMALLEST_PIECE, self.prefill_chunk), self.prefill_chunk)), np.int32)
+            ids = np.zeros((batch, bucket(size, SMALLEST_PIECE, self.prefill_chunk)), np.int32)
             lengths = np.zeros(batch, np.int32)
             for row, rest in enumerate(pending):
                 lengths[row] = min(len(rest), ids.shape[1])

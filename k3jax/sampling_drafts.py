@@ -95,7 +95,8 @@ class Draft:
             values, best = (a[:n, row, :k].tolist() for a in block.top)
             self.top += [list(zip(*pair, strict=True)) for pair in zip(best, values, strict=True)]
         if block.routes is not None:
-            self._routes.append(tuple(None if r is None else np.asarray(r[:absorbed, :, row]).swapaxes(0, 1) for r in block.routes))
+            mine = (None if r is None else np.asarray(r[:absorbed, :, row]).swapaxes(0, 1) for r in block.routes)
+            self._routes.append(tuple(mine))
 
     def kept(self, absorbed: int, version: int) -> Session:
         """The session of its state, which has absorbed that many tokens."""
@@ -125,9 +126,15 @@ class Draft:
 
 
 def bucket(size: int, smallest: int, largest: int) -> int:
-    """The smallest power of two that holds `size`, within the limits. size <= largest."""
+    """The least of largest, largest / 4, largest / 16, ... that holds `size` and is not under `smallest`.
+
+    Steps of 4, because each size is one more program to compile, which costs more than some padding.
+    """
     assert size <= largest
-    return min(max(smallest, 1 << (size - 1).bit_length()), largest)
+    result = largest
+    while result // 4 >= max(size, smallest):
+        result //= 4
+    return result
 
 
 def adapter_rows(prompts: Sequence[Prompt], batch: int) -> Any:
