@@ -77,7 +77,7 @@ class ProgressLine:
         """After each step. The first one compiles, so speed and time left count from its end."""
         now = time.monotonic()
         tokens = figures.get("tokens_in", 0.0)
-        if step == self.first + 1:
+        if step <= self.first + 1:
             self.begin = now
         else:
             self.tokens, self.timed_steps = self.tokens + tokens, self.timed_steps + 1
