@@ -15,7 +15,7 @@ from flax import nnx
 from k3jax.config import ConfigError, K3Config
 from k3jax.model import K3
 from k3jax.tokenizer import Tokenizer
-from k3jax.weights import abstract, save
+from k3jax.weights import abstract, load, save
 from train.config import TrainConfig, command_line
 from train.data import DataFeed, Jsonl, Transcripts
 from train.loop import run
@@ -32,6 +32,7 @@ class PretrainConfig(TrainConfig):
     model: K3Config
     data: Jsonl | Transcripts
     tokenizer: str  # folder
+    checkpoint: str | None = None  # folder of weights to go on from; None: random ones
     cut: bool = False  # cut examples that are longer than a row
 
     def __post_init__(self) -> None:
@@ -50,7 +51,7 @@ def pretrain(config: PretrainConfig) -> K3:
         )
     examples = config.data.examples(tokenizer)
     model_config = replace(config.model, param_dtype=jnp.dtype(jnp.float32), remat=config.remat)
-    model = new_model(model_config, config.seed)
+    model = load(config.checkpoint, model_config) if config.checkpoint else new_model(model_config, config.seed)
     balance = config.model.moe is not None
     objective = TokenObjective(loss_named("cross_entropy"), config.logprob_chunk, balance=balance)
     trainer = Trainer(model, nnx.Param, objective, config, partial(muon, heads=heads_of(model)), balance=balance)
