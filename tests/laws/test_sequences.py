@@ -78,7 +78,7 @@ def test_a_call_without_new_tokens_for_a_row_leaves_that_row_as_it_was(small, to
     segments = np.ones_like(tokens)
     segments[::2, 100:] = 0
     _, before = small.extend(small.state, tokens, segments, small.empty_cache(B, T))
-    only_odd = np.tile(np.arange(B)[:, None] % 2, (1, 1)).astype(np.int32)
+    only_odd = (np.arange(B)[:, None] % 2).astype(np.int32)
     _, after = small.extend(small.state, tokens[:, :1], only_odd, before)
     for a, b in zip(jax.tree.leaves(before.layers), jax.tree.leaves(after.layers), strict=True):
         np.testing.assert_array_equal(a[:, ::2], b[:, ::2])
@@ -108,7 +108,7 @@ def predictions(segments, rows):
     return (same & np.isin(np.arange(B), rows)[:, None]).astype(np.float32)
 
 
-def assert_equal_gradients(a, b, tolerance=1e-5):
+def assert_equal_gradients(a, b, tolerance=1e-4):
     for (path, x), (_, y) in zip(nnx.to_flat_state(a), nnx.to_flat_state(b), strict=True):
         x, y = np.asarray(x.get_value()), np.asarray(y.get_value())
         assert np.isfinite(x).all(), path
