@@ -60,16 +60,17 @@ def gradients(op: Callable[..., Array], x: Array, w: Array, group_sizes: Array, 
     return list(jax.vjp(lambda x, w: op(x, w, group_sizes), x, w)[1](g))
 
 
-def measure(f: Callable[..., Array], args: tuple[Array, ...], repeat: int) -> str:
+def measure(f: Callable[..., Array | list[Array]], args: tuple[Array, ...], repeat: int) -> str:
     compiled = jax.jit(f).lower(*args).compile()
-    temp = compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    assert memory is not None, "every backend of XLA reports it"
     jax.block_until_ready(compiled(*args))
     best = float("inf")
     for _ in range(repeat):
         start = time.perf_counter()
         jax.block_until_ready(compiled(*args))
         best = min(best, time.perf_counter() - start)
-    return f"{1e3 * best:.2f} / {temp / 1e6:.2f}"
+    return f"{1e3 * best:.2f} / {memory.temp_size_in_bytes / 1e6:.2f}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ its keys. A block of queries reads the span of key blocks that its rows may see,
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -79,8 +78,7 @@ def _places(segments: Array | None, positions: Array) -> tuple[Int32[Array, "B 1
     return segments[:, None], positions[:, None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(form: Form, queries: Queries, keys: Keys) -> Float[Array, "B G M V"]:
+def _attend(form: Form, queries: Queries, keys: Keys) -> Float[Array, "B G M V"]:
     return _forward(form, queries, keys)[0]
 
 
@@ -139,12 +137,13 @@ def _backward(form: Form, kept: tuple[Any, ...], g: Array) -> tuple[Queries, Key
     if keys.v is None:
         dk = dk.at[..., : form.value_dim].add(dv)
     dv = None if keys.v is None else dv.astype(keys.v.dtype)
-    return (
-        Queries(_join(dq, queries.q.shape[2]), None, None),
-        Keys(dk.astype(keys.k.dtype), dv, None, None),
-    )
+    dq = _join(dq, queries.q.shape[2])
+    dk = dk.astype(keys.k.dtype)
+    no_gradient: dict[str, Any] = {"segments": None, "positions": None}
+    return queries._replace(q=dq, **no_gradient), keys._replace(k=dk, v=dv, **no_gradient)
 
 
+_flash = jax.custom_vjp(_attend, nondiff_argnums=(0,))
 _flash.defvjp(_forward, _backward)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Shaped, UInt8
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.mxfp4 import reference, xla
@@ -15,7 +15,7 @@ GROUP = 32  # inputs per scale
 
 def dequantize(
     packed: UInt8[Array, "*n O Ihalf"],
-    scale: UInt8[Array, "*n O Igroup"],
+    scale: Shaped[Array, "*n O Igroup"],
     dtype: Any = jnp.bfloat16,
     *,
     impl: str | None = None,

@@ -1,7 +1,7 @@
 """Laws of dispatch: which implementation of an op runs, and what is said when none can."""
 
 import logging
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -20,7 +20,9 @@ def implementation(name, largest):
     def why_not(x, *, factor=2):
         return None if x <= largest else f"{x} is more than {largest}"
 
-    return SimpleNamespace(why_not=why_not, double=lambda x, *, factor=2: (name, factor * x))
+    module = ModuleType(name)
+    vars(module).update(why_not=why_not, double=lambda x, *, factor=2: (name, factor * x))
+    return module
 
 
 IMPLS = {"fast": implementation("fast", 10), "slow": implementation("slow", 100)}
