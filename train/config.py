@@ -125,7 +125,7 @@ def command_line(kind: type[Config], main: Callable[[Config], object], examples:
 
     What the user can mend ends with its message and status 2, without a traceback.
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every file; what it raises is told by us
     arguments = sys.argv[1:]
     if not arguments or "-h" in arguments or "--help" in arguments:
