@@ -72,7 +72,7 @@ class Linear(nnx.Module):
         self, x: Float[Array, "B T I"], packing: Packing | None = None, dtype: Any = None
     ) -> Float[Array, "B T O"]:
         """In x's dtype, or in `dtype` where the sums should not be rounded (logits)."""
-        y = dot(x, self.kernel[...], dtype)
+        y: Array = dot(x, self.kernel[...], dtype)
         if self.lora is None or packing is None or (gate := packing.rank_gate) is None:
             return y
         return y + self.lora(x, gate)

@@ -66,7 +66,7 @@ def _taps(
 
 
 def _weighted_sum(taps: list[Array], weight: Float32[Array, "D W"]) -> Float32[Array, "B T D"]:
-    return sum(tap * weight[:, i] for i, tap in enumerate(taps))
+    return sum((tap * weight[:, i] for i, tap in enumerate(taps)), jnp.zeros((), jnp.float32))
 
 
 def _last_inputs(

@@ -22,6 +22,7 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ def measure(f: Callable, inputs: tuple[jax.Array, ...], repeats: int) -> tuple[f
         begin = time.perf_counter()
         jax.block_until_ready(compiled(*inputs))
         times.append(time.perf_counter() - begin)
-    return min(times), compiled.memory_analysis().temp_size_in_bytes / 1e6
+    memory: Any = compiled.memory_analysis()
+    return min(times), memory.temp_size_in_bytes / 1e6
 
 
 def main() -> None:

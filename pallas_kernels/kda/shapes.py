@@ -24,7 +24,7 @@ SHAPES = {
 
 def draw(
     shape: Shape, *, seed: int = 0, log_decay: np.ndarray | float | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, ...]:
     """q, k, v, log_decay, beta, state in fp32: unit keys, scaled unit queries, decays all over (-5, 0)."""
     B, T, H, K, V = shape
     r = np.random.default_rng(seed)

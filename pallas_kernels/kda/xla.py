@@ -78,7 +78,8 @@ def _chunks_forward(
 
     def chunk(carry, i):
         state, o = carry
-        o_chunk, after = _chunk(*_cut(tokens, i, C), state)
+        q, k, v, log_decay, beta = _cut(tokens, i, C)
+        o_chunk, after = _chunk(q, k, v, log_decay, beta, state)
         return (after, *_paste([o], [o_chunk], i, C)), state
 
     steps = jnp.arange(tokens[0].shape[1] // C)
@@ -96,7 +97,8 @@ def _chunks_backward(
     def chunk(carry, i_and_state):
         dstate, grads = carry
         i, state = i_and_state
-        chunk_grads, dstate = _chunk_pullback(*_cut(tokens, i, C), state, *_cut([do], i, C), dstate)
+        q, k, v, log_decay, beta, do_chunk = _cut([*tokens, do], i, C)
+        chunk_grads, dstate = _chunk_pullback(q, k, v, log_decay, beta, state, do_chunk, dstate)
         return (dstate, _paste(grads, chunk_grads, i, C)), None
 
     carry = dstate, [jnp.zeros_like(x) for x in tokens]
@@ -153,14 +155,14 @@ def _per_head(
     matrix: Float32[np.ndarray, "I J"], like: Float32[Array, "B H ..."]
 ) -> Float32[Array, "B H I J"]:
     """A constant for each head of `like`, sharded alike: XLA multiplies batches faster than it copies."""
-    return matrix + jnp.zeros_like(like[:, :, :1, :1])
+    return jnp.zeros_like(like[:, :, :1, :1]) + matrix
 
 
 def _products(q: Array, k: Array, beta: Array, decays: list[Array]) -> tuple[Array, Array, Array]:
     """L, A and the inverse of I + diag(beta) L, each [B, H, C, C]."""
     C = q.shape[2]
     pairs = _levels(C)[1]
-    L = A = 0
+    L = A = jnp.zeros((), q.dtype)
     for decay, mask in zip(decays, pairs, strict=True):
         rows = jnp.concatenate([q * decay, k * decay], axis=2)
         product = _abt(rows, rows[:, :, C:])

@@ -7,7 +7,7 @@ be missing or nonsense: an episode never raises because of one, it ends with rew
 import hashlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -61,7 +61,7 @@ class Environment(Protocol):
         """A fresh episode on training task `index`; equal (seed, index) give equal tasks, in any process."""
         ...
 
-    def heldout(self, n: int) -> list[Episode]:
+    def heldout(self, n: int) -> Sequence[Episode]:
         """Fresh episodes on the first n held-out tasks, all different. ValueError if there are fewer."""
         ...
 
