@@ -21,8 +21,10 @@ from k3jax.tokenizer import Tokenizer
 
 __all__ = ["Sample", "Sampler", "SamplingParams", "Session", "replay"]
 
-SMALLEST_PIECE = 16  # tokens: the smallest bucket of a prefill
-SMALLEST_CAPACITY = 256  # tokens
+# Each size of a batch, a piece of a prompt or a cache is one more program to compile. Sizes of batches and pieces are a
+# factor of 4 apart, since compiling costs more than some padding; caches 2, since every decode step reads all of one.
+SMALLEST_PIECE = 16  # tokens
+SMALLEST_CAPACITY = 128  # tokens
 
 
 class Sampler:
@@ -37,8 +39,8 @@ class Sampler:
     seed           where the seeds of requests without one come from
 
     Weights are read from the model at every call: change them there, and kept states that they made are dropped. Batches,
-    pieces and caches come in a few sizes a factor of 4 apart, each compiled when first needed; no setting of a request
-    compiles anything, except that top logprobs and prompt logprobs do when first asked for.
+    pieces and caches come in a few sizes, each compiled when first needed; no setting of a request compiles anything,
+    except that top logprobs and prompt logprobs do when first asked for.
     """
 
     def __init__(
@@ -177,9 +179,9 @@ class Sampler:
 
     def _prefill(self, look: Look, prompts: list[Prompt]) -> Rows:
         """A row per prompt (and unused ones) that has absorbed all of its ids."""
-        batch = bucket(len(prompts), 1, self.max_batch)
+        batch = bucket(len(prompts), 1, self.max_batch, step=4)
         longest = max(len(p.ids) + p.params.max_tokens for p in prompts)
-        capacity = bucket(longest, SMALLEST_CAPACITY, self.capacity)
+        capacity = bucket(longest, SMALLEST_CAPACITY, self.capacity, step=2)
         for p in prompts:
             p.begin(None if self._store is None else self._store.find(p.ids, p.adapter, logprobs=p.params.prompt_logprobs))
         sessions = [p.session for p in prompts] + [None] * (batch - len(prompts))
@@ -192,7 +194,7 @@ class Sampler:
         pending = [p.ids[p.cached :] for p in prompts]
         while any(map(len, pending)):
             size = min(max(map(len, pending)), self.prefill_chunk)
-            ids = np.zeros((batch, bucket(size, SMALLEST_PIECE, self.prefill_chunk)), np.int32)
+            ids = np.zeros((batch, bucket(size, SMALLEST_PIECE, self.prefill_chunk, step=4)), np.int32)
             lengths = np.zeros(batch, np.int32)
             for row, rest in enumerate(pending):
                 lengths[row] = min(len(rest), ids.shape[1])
@@ -210,7 +212,7 @@ class Sampler:
         """Completes the drafts, at most max_batch of them, in one batch."""
         prompts = list({id(d.prompt): d.prompt for d in drafts}.values())
         rows = self._prefill(look, prompts)
-        batch = bucket(len(drafts), 1, self.max_batch)
+        batch = bucket(len(drafts), 1, self.max_batch, step=4)
         row_of = {id(p): row for row, p in enumerate(prompts)}
         source = np.array([row_of[id(d.prompt)] for d in drafts] + [0] * (batch - len(drafts)), np.int32)
         if len(prompts) != len(drafts):

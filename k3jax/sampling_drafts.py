@@ -125,15 +125,12 @@ class Draft:
         )
 
 
-def bucket(size: int, smallest: int, largest: int) -> int:
-    """The least of largest, largest / 4, largest / 16, ... that holds `size` and is not under `smallest`.
-
-    Steps of 4, because each size is one more program to compile, which costs more than some padding.
-    """
+def bucket(size: int, smallest: int, largest: int, step: int) -> int:
+    """The least of largest, largest / step, largest / step^2, ... that holds `size` and is not under `smallest`."""
     assert size <= largest
     result = largest
-    while result // 4 >= max(size, smallest):
-        result //= 4
+    while result // step >= max(size, smallest):
+        result //= step
     return result
 
 
