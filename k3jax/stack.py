@@ -86,13 +86,15 @@ def _stacked(config: K3Config, kind: Any, count: int, rngs: nnx.Rngs) -> Layer:
     return create(rngs)
 
 
-def _apply(graphdefs: Any, histogram: bool, stack: int, state: Any, index: Array, stream: Any, packing: Any, entry: Any, picks: Any) -> Any:
+def _apply(
+    graphdefs: Any, histogram: bool, stack: int, state: Any, index: Array, stream: Any, packing: Any, entry: Any, picks: Any
+) -> Any:
     return nnx.merge(graphdefs[stack], state)(stream, index, packing, entry, picks, histogram)
 
 
 @dataclass(frozen=True)
 class _Program:
-    """The scans over a model's segments. Static; hashable by identity of what it was traced with."""
+    """The scans over a model's segments. `apply` runs one layer of a stack."""
 
     segments: tuple[Segment, ...]
     apply: Callable[..., Any]
@@ -138,7 +140,9 @@ class _Program:
             kept.append(prefix)
         return (stream, tuple(entries)), (routed, start if save == "group" else kept)
 
-    def backward(self, states: Any, packing: Packing, picks: Any, saved: Any, blocks: Any, grad: Residuals, wanted: Any) -> Any:
+    def backward(
+        self, states: Any, packing: Packing, picks: Any, saved: Any, blocks: Any, grad: Residuals, wanted: Any
+    ) -> Any:
         """Gradients of the wanted leaves of `states` and of the stream that came in. `blocks`: the final slots."""
         grads, first = [None] * len(states), sum(len(segment.runs) for segment in self.segments)
         for segment, kept in zip(reversed(self.segments), reversed(saved), strict=True):
@@ -151,7 +155,10 @@ class _Program:
                 grads[s] = jax.tree.map(_merge_leading, d_state)
         return grads, grad
 
-    def _group_backward(self, segment: Segment, stacks: range, packing: Packing, blocks: Any, wanted: Any, grad: Residuals, x: Any) -> Any:
+    def _group_backward(
+        self, segment: Segment, stacks: range, packing: Packing, blocks: Any, wanted: Any, grad: Residuals, x: Any
+    ) -> Any:
+        """One repeat of a segment, backwards: each layer is run again from what was saved before it."""
         xs, kept = x
         if self.remat == "group":
             start = (Residuals(kept, blocks), (None,) * len(stacks))
@@ -230,7 +237,7 @@ def _instantiate(x: Any) -> Array:
 
 
 def _fill(state: Any, trained: list[Array], wanted: tuple[bool, ...]) -> Any:
-    """Puts gradients back in the shape of `state`; None-like zeros elsewhere."""
+    """Puts gradients back in the shape of `state`, with symbolic zeros for what was not wanted."""
     leaves, tree = jax.tree.flatten(state)
     fresh = iter(trained)
     return tree.unflatten([next(fresh) if want else _no_gradient(leaf) for leaf, want in zip(leaves, wanted, strict=True)])

@@ -169,12 +169,14 @@ def random_expression(numbers: tuple[int, ...], operators: str, rng: random.Rand
 class CountdownEpisode:
     """One task, one answer."""
 
-    tools: ClassVar[list[dict[str, Any]] | None] = None
-
     def __init__(self, environment: Countdown, task: Task):
         self.environment = environment
         self.task = task
         self.metrics = {"hit": 0.0, "proper": 0.0, "parsed": 0.0}
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        return None
 
     def messages(self) -> list[Message]:
         prompt: list[Message] = [{"role": "user", "content": self.task.prompt}]

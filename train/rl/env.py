@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 Message = dict[str, Any]
 Task = TypeVar("Task")
@@ -54,8 +54,7 @@ class Episode(Protocol):
 class Environment(Protocol):
     """A family of tasks, split into training and held-out tasks that never overlap."""
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
 
     def train(self, seed: int, index: int) -> Episode:
         """A fresh episode on training task `index`; equal (seed, index) give equal tasks, in any process."""
