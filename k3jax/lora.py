@@ -8,39 +8,34 @@
 and removing adapters changes no shape and compiles nothing.
 """
 
+import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
-from k3jax.linear import Embedding, Linear, LoRAOwners, LoRAPool
+from k3jax.linear import LoRAOwners, LoRAPool
+from k3jax.lora_targets import ALL, GROUPS, Projection, ends_with, expand, matches, projections
 from k3jax.model import K3
-from k3jax.moe import ExpertLinear, PackedExpertLinear
-
-GROUPS: dict[str, tuple[str, ...]] = {
-    "attention": tuple(f"self_attn.{n}_proj" for n in "q k v o b g g_a g_b f_a f_b q_a q_b kv_b".split())
-    + ("self_attn.kv_a_proj_with_mqa",),
-    "latent": ("routed_expert_down_proj", "routed_expert_up_proj"),
-    "shared_experts": tuple(f"shared_experts.{n}_proj" for n in ("gate", "up", "down")),
-    "mlp": tuple(f"mlp.{n}_proj" for n in ("gate", "up", "down")),
-    "experts": ("experts.w1", "experts.w2", "experts.w3"),
-    "embedding": ("embed_tokens",),
-    "head": ("lm_head",),
-}
-ALL = tuple(GROUPS)
+from k3jax.safetensors_io import as_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
     """One adapter: W + scale * A B with scale = alpha / rank, or alpha / sqrt(rank) with rslora (arXiv 2312.03732).
 
-    targets        groups (see GROUPS) or module names; a name stands for every module that ends with it
-    rank_pattern   module name (may be a regular expression) -> rank instead of `rank`; alpha_pattern likewise
+    targets        groups ("attention", "latent", "shared_experts", "mlp", "experts", "embedding", "head", or "all") or
+                   module names; a name means every module that ends with it: "o_proj", "layers.3.self_attn.o_proj"
+    rank_pattern   end of a module name (a regular expression) -> rank instead of `rank`; the first that matches counts
+    alpha_pattern  likewise for alpha
     """
 
     rank: int
@@ -51,91 +46,60 @@ class LoRAConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
-        for where, rank in (("rank", self.rank), *((f"rank_pattern[{k!r}]", r) for k, r in self.rank_pattern.items())):
-            if not isinstance(rank, int) or rank < 1:
+        for where, rank in _named("rank", self.rank, self.rank_pattern):
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
                 raise ValueError(f"{where} must be a whole number of at least 1, got {rank!r}.")
-        for where, alpha in (("alpha", self.alpha), *((f"alpha_pattern[{k!r}]", a) for k, a in self.alpha_pattern.items())):
-            if not math.isfinite(alpha) or alpha <= 0:
-                raise ValueError(f"{where} must be positive and finite, got {alpha!r}.")
+        for where, alpha in _named("alpha", self.alpha, self.alpha_pattern):
+            if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
+                raise ValueError(f"{where} must be a positive, finite number, got {alpha!r}.")
+        for pattern in (*self.rank_pattern, *self.alpha_pattern):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"Pattern {pattern!r} is no regular expression: {error}.") from None
         if not self.targets:
             raise ValueError("targets is empty: name at least one group or module.")
 
     @property
     def max_rank(self) -> int:
+        """The rank columns that an adapter takes."""
         return max(self.rank, *self.rank_pattern.values()) if self.rank_pattern else self.rank
 
-    def covers(self, module: str) -> bool:
-        return any(ends_with(module, name) for name in expand(self.targets))
+    def rank_of(self, matrix: str) -> int:
+        return next((r for key, r in self.rank_pattern.items() if matches(key, matrix)), self.rank)
 
-    def rank_of(self, module: str) -> int:
-        return next((r for key, r in self.rank_pattern.items() if matches(key, module)), self.rank)
-
-    def scale_of(self, module: str) -> float:
-        alpha = next((a for key, a in self.alpha_pattern.items() if matches(key, module)), self.alpha)
-        rank = self.rank_of(module)
+    def scale_of(self, matrix: str) -> float:
+        alpha = next((a for key, a in self.alpha_pattern.items() if matches(key, matrix)), self.alpha)
+        rank = self.rank_of(matrix)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
-
-def expand(targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Groups replaced by the modules in them."""
-    if targets == ("all",):
-        targets = ALL
-    return tuple(name for target in targets for name in GROUPS.get(target, (target,)))
-
-
-def ends_with(module: str, name: str) -> bool:
-    return module == name or module.endswith(f".{name}")
-
-
-def matches(key: str, module: str) -> bool:
-    """PEFT's rule for rank_pattern and alpha_pattern."""
-    return re.match(rf"(.*\.)?({key})$", module) is not None
+    def scales(self, p: Projection) -> np.ndarray:
+        """[*stack, r] fp32, r the largest rank in the projection: the scale of each rank column, 0 where a matrix has none."""
+        targets = expand(self.targets)
+        whole = {layer for layer, name in enumerate(p.layers) if ends_with(name, targets)}
+        covered = [
+            (name, index)
+            for name, index in p.matrices
+            if (index[0] if index else 0) in whole or ends_with(name, targets)
+        ]
+        scales = np.zeros((*p.stack, max((self.rank_of(name) for name, _ in covered), default=0)), np.float32)
+        for name, index in covered:
+            scales[index][: self.rank_of(name)] = self.scale_of(name)
+        return scales
 
 
-@dataclass(frozen=True)
-class Projection:
-    """A module that can carry adapters, for all layers stacked in it."""
-
-    module: Linear | Embedding | ExpertLinear | PackedExpertLinear
-    names: tuple[str, ...]  # checkpoint name per stacked layer, without prefix; experts: of the list of experts
-    name: str  # the last part of it, such as self_attn.q_proj
-    in_size: int
-    out_size: int
-    stack: tuple[int, ...]  # () | (layers,) | (layers, experts)
-    axes: tuple[str | None, ...]  # logical names: of the stack, in, out
-
-    @property
-    def is_embedding(self) -> bool:
-        return isinstance(self.module, Embedding)
+def _named(name: str, value: Any, pattern: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield name, value
+    yield from ((f"{name}_pattern[{key!r}]", v) for key, v in pattern.items())
 
 
-def projections(model: K3) -> Iterator[Projection]:
-    """All modules that can carry adapters, in a fixed order."""
-    embed = model.model.embed_tokens
-    V, D = embed.weight.shape
-    yield Projection(embed, ("model.embed_tokens",), "embed_tokens", V, D, (), ("vocab", "embed"))
-    layers = model.model.layers
-    for stack, numbers in zip(layers.stacks, layers.layers_of_stacks, strict=True):
-        for path, module in nnx.iter_modules(stack):
-            if isinstance(module, Linear | ExpertLinear | PackedExpertLinear):
-                name = ".".join(map(str, path))
-                names = tuple(f"model.layers.{i}.{name}" for i in numbers)
-                yield _projection(module, names, _tail(name))
-    yield _projection(model.lm_head, ("lm_head",), "lm_head")
+class Placed(NamedTuple):
+    """The part of an adapter beside one projection. r is its largest rank there."""
 
-
-def _projection(module: Any, names: tuple[str, ...], name: str) -> Projection:
-    if isinstance(module, PackedExpertLinear):
-        *stack, out_size, half = module.packed.shape
-        axes = module.packed.get_metadata()["out_sharding"]
-        return Projection(module, names, name, 2 * half, out_size, tuple(stack), (*axes[:-2], axes[-1], axes[-2]))
-    *stack, in_size, out_size = module.kernel.shape
-    axes = module.kernel.get_metadata()["out_sharding"]
-    return Projection(module, names, name, in_size, out_size, tuple(stack), tuple(axes))
-
-
-def _tail(name: str) -> str:
-    return name.removeprefix("block_sparse_moe.")
+    projection: Projection
+    a: np.ndarray  # [*stack, in, r] fp32
+    b: np.ndarray  # [*stack, r, out] fp32
+    scale: np.ndarray  # [*stack, r] fp32; 0 where a matrix has fewer than r columns, or none
 
 
 @dataclass(frozen=True)
@@ -148,7 +112,7 @@ class Adapter:
 
 
 class Adapters:
-    """The adapters of a model, by name. Changes the model's LoRA variables; never its base weights, except `merge`."""
+    """The adapters of a model, by name. Changes the model's LoRA variables, never its base weights."""
 
     def __init__(self, model: K3, *, columns: int, targets: tuple[str, ...] = ALL):
         """Lays `columns` rank columns beside each projection in `targets`, all free."""
@@ -157,13 +121,13 @@ class Adapters:
         if model.lora_owners is not None:
             raise ValueError("The model has adapters already: use that Adapters object.")
         self.model, self.columns = model, columns
-        wanted = expand(targets)
-        self.projections = [p for p in projections(model) if any(ends_with(p.names[0], w) for w in wanted)]
-        for target in targets if targets != ("all",) else ALL:
-            if target not in GROUPS and not any(ends_with(p.names[0], target) for p in self.projections):
-                raise ValueError(f"Adapter target {target!r} is no group ({', '.join(GROUPS)}) and no module of this model.")
+        every = list(projections(model))
+        _require_known(targets, every)
+        names = expand(targets)
+        self.projections = [p for p in every if any(ends_with(layer, names) for layer in p.layers)]
         for p in self.projections:
             p.module.lora = LoRAPool(p.in_size, p.out_size, columns, p.axes, p.stack, rngs=nnx.Rngs(0))
+            _place(p)
         owners = jnp.zeros(columns, jnp.int32)
         model.lora_owners = LoRAOwners(owners, out_sharding=(None,), eager_sharding=False)
         self._adapters: dict[str, Adapter] = {}
@@ -172,89 +136,182 @@ class Adapters:
     def __contains__(self, name: str) -> bool:
         return name in self._adapters
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._adapters)
+
     def __getitem__(self, name: str) -> Adapter:
         if name not in self._adapters:
             raise KeyError(f"There is no adapter {name!r}. Present: {', '.join(self._adapters) or 'none'}.")
         return self._adapters[name]
 
     def id(self, name: str) -> int:
+        """What chooses the adapter in a call of the model. Never given to another adapter."""
         return self[name].id
 
-    def covered(self, config: LoRAConfig) -> list[Projection]:
-        """The projections that the config targets. Raises ValueError for a target that has no pool or is nowhere."""
-        for target in config.targets if config.targets != ("all",) else ALL:
-            names = GROUPS.get(target, (target,))
-            if not any(ends_with(p.names[0], n) for p in self.projections for n in names):
-                exists = any(ends_with(p.names[0], n) for p in projections(self.model) for n in names)
-                if exists:
-                    raise ValueError(f"Adapter target {target!r} has no rank columns: name it in Adapters(targets=…).")
-                if target not in GROUPS:
-                    raise ValueError(f"Adapter target {target!r} is no group ({', '.join(GROUPS)}) and no module of this model.")
-        return [p for p in self.projections if config.covers(p.names[0])]
-
     def add(self, name: str, config: LoRAConfig, *, seed: int = 0) -> int:
-        """A new adapter that changes nothing yet (A random, B zero). Returns its id."""
-        covered = self.covered(config)
-        if not covered:
-            raise ValueError(f"Adapter {name!r} with targets {config.targets} touches no projection of this model.")
-        adapter = self.allocate(name, config)
-        for n, p in enumerate(covered):
-            key = jax.random.fold_in(jax.random.key(seed), n)
-            rank = config.rank_of(p.names[0])
-            bound = p.in_size**-0.5
-            a = jax.random.uniform(key, (*p.stack, p.in_size, rank), jnp.float32, -bound, bound)
-            b = jnp.zeros((*p.stack, rank, p.out_size), jnp.float32)
+        """A new adapter that changes nothing yet: A uniform in ±in**-0.5 and B zero; of the embedding, A zero and B
+        normal. Returns its id. Raises ValueError if it does not fit (`check`)."""
+        return self.install(name, config, self._fresh(config, seed))
+
+    def _fresh(self, config: LoRAConfig, seed: int) -> Iterator[Placed]:
+        for n, (p, scale) in enumerate(self.covered(config)):
+            rng, used = np.random.default_rng((seed, n)), scale > 0
+            a = np.zeros((*p.stack, p.in_size, scale.shape[-1]), np.float32)
+            b = np.zeros((*scale.shape, p.out_size), np.float32)
             if p.is_embedding:
-                a, b = jnp.zeros_like(a), jax.random.normal(key, b.shape, jnp.float32)
-            scale = jnp.full((*p.stack, rank), config.scale_of(p.names[0]), jnp.float32)
-            self.write(adapter, p, a, b, scale)
-        return adapter.id
+                b = rng.standard_normal(b.shape, np.float32) * used[..., None]
+            else:
+                a = (2 * rng.random(a.shape, np.float32) - 1) * np.float32(p.in_size**-0.5) * used[..., None, :]
+            yield Placed(p, a, b, scale)
+
+    def install(self, name: str, config: LoRAConfig, parts: Iterable[Placed]) -> int:
+        """A new adapter with these weights, and zeros beside every other projection. Returns its id, the next number."""
+        columns = self.check(name, config)
+        rest = list(self.projections)
+        for part in parts:
+            rest.remove(part.projection)
+            _write(part.projection, columns, part)
+        for p in rest:
+            _write(p, columns)
+        self._last_id += 1
+        self._own(columns, self._last_id)
+        self._adapters[name] = Adapter(self._last_id, columns, config)
+        return self._last_id
 
     def remove(self, name: str) -> None:
-        """Frees the adapter's columns. Its id is not used again."""
+        """Frees the adapter's columns. Rows that still ask for its id get the base model."""
         adapter = self[name]
-        self._clear(adapter)
-        owners = self.model.lora_owners
-        owners[...] = owners[...].at[jnp.array(adapter.columns)].set(0)
+        self._own(adapter.columns, 0)
+        for p in self.projections:
+            _write(p, adapter.columns)
         del self._adapters[name]
 
-    def read(self, adapter: Adapter, p: Projection) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """A [*stack, in, r], B [*stack, r, out] and scale [*stack, r] of an adapter, r its rank there."""
-        columns = jnp.array(adapter.columns[: adapter.config.rank_of(p.names[0])])
-        pool = p.module.lora
-        return pool.a[...][..., columns], pool.b[...][..., columns, :], pool.scale[...][..., columns]
+    def check(self, name: str, config: LoRAConfig) -> tuple[int, ...]:
+        """The columns that a new adapter would get.
 
-    def write(self, adapter: Adapter, p: Projection, a: jax.Array, b: jax.Array, scale: jax.Array) -> None:
-        columns = jnp.array(adapter.columns[: a.shape[-1]])
-        pool = p.module.lora
-        pool.a[...] = pool.a[...].at[..., columns].set(a)
-        pool.b[...] = pool.b[...].at[..., columns, :].set(b)
-        pool.scale[...] = pool.scale[...].at[..., columns].set(scale)
-
-    def trainable_parameters(self, name: str) -> int:
-        """Numbers in A and B of an adapter: the sum of rank * (in + out) over all matrices."""
-        config = self[name].config
-        return sum(config.rank_of(p.names[0]) * (p.in_size + p.out_size) * math.prod(p.stack) for p in self.covered(config))
-
-    def allocate(self, name: str, config: LoRAConfig) -> Adapter:
-        """Takes free columns for a new adapter and zeroes them. Raises ValueError if there are too few."""
+        Raises ValueError if the name is taken, columns are too few, a target is nowhere or has no columns, or a pattern
+        matches no targeted module.
+        """
         if name in self._adapters:
             raise ValueError(f"There is an adapter {name!r} already: remove it first or take another name.")
+        every = list(projections(self.model))
+        _require_known(config.targets, every)
+        covered = [p for p in every if config.scales(p).any()]
+        if not covered:
+            raise ValueError(f"Adapter {name!r} with targets {config.targets} touches no module of this model.")
+        bare = [p.name for p in covered if p.module.lora is None]
+        if bare:
+            raise ValueError(f"Adapter {name!r} targets modules without rank columns: name them in Adapters(targets=…): "
+                             f"{', '.join(bare[:5])}.")
+        for pattern in (*config.rank_pattern, *config.alpha_pattern):
+            if not any(matches(pattern, matrix) for p in covered for matrix, _ in p.matrices):
+                raise ValueError(f"Pattern {pattern!r} of adapter {name!r} matches none of the modules that it targets.")
         taken = {c for adapter in self._adapters.values() for c in adapter.columns}
         free = [c for c in range(self.columns) if c not in taken]
         if len(free) < config.max_rank:
-            raise ValueError(f"Adapter {name!r} needs {config.max_rank} rank columns, but only {len(free)} of {self.columns} "
-                             f"are free. Remove an adapter or attach more columns.")
-        self._last_id += 1
-        adapter = Adapter(self._last_id, tuple(free[: config.max_rank]), config)
-        self._adapters[name] = adapter
-        self._clear(adapter)
-        owners = self.model.lora_owners
-        owners[...] = owners[...].at[jnp.array(adapter.columns)].set(adapter.id)
-        return adapter
+            raise ValueError(
+                f"Adapter {name!r} needs {config.max_rank} rank columns, but only {len(free)} of {self.columns} are free. "
+                "Remove an adapter or attach more columns."
+            )
+        return tuple(free[: config.max_rank])
 
-    def _clear(self, adapter: Adapter) -> None:
-        rank = len(adapter.columns)
-        for p in self.projections:
-            zeros = (jnp.zeros((*p.stack, p.in_size, rank)), jnp.zeros((*p.stack, rank, p.out_size)), jnp.zeros((*p.stack, rank)))
-            self.write(adapter, p, *zeros)
+    def covered(self, config: LoRAConfig) -> list[tuple[Projection, np.ndarray]]:
+        """The projections that have a matrix which the config targets, with their scales (`LoRAConfig.scales`)."""
+        scales = ((p, config.scales(p)) for p in self.projections)
+        return [(p, scale) for p, scale in scales if scale.any()]
+
+    def read(self, name: str) -> Iterator[Placed]:
+        """An adapter's weights in host memory, projection by projection. All processes must join in."""
+        adapter = self[name]
+        for p, scale in self.covered(adapter.config):
+            columns = list(adapter.columns[: scale.shape[-1]])
+            pool = p.module.lora
+            assert pool is not None
+            yield Placed(p, _on_host(pool.a[...])[..., columns], _on_host(pool.b[...])[..., columns, :], scale)
+
+    def read_matrices(self, name: str) -> Iterator[tuple[str, Projection, np.ndarray, np.ndarray, float]]:
+        """(name, projection, A [in, r], B [r, out], scale) of every matrix, r its own rank."""
+        for p, a, b, scale in self.read(name):
+            for matrix, index in p.matrices:
+                rank = int(np.count_nonzero(scale[index]))
+                if rank:
+                    yield matrix, p, a[index][:, :rank], b[index][:rank], float(scale[index][0])
+
+    def trainable_parameters(self, name: str) -> int:
+        """Numbers in A and B of an adapter: the sum of rank * (in + out) over all matrices."""
+        covered = self.covered(self[name].config)
+        return sum(int(np.count_nonzero(scale)) * (p.in_size + p.out_size) for p, scale in covered)
+
+    def delta_norms(self, name: str) -> dict[str, float]:
+        """Frobenius norm of scale * A B of every matrix: what an adapter does, at a glance."""
+        norms = {}
+        for matrix, _, a, b, scale in self.read_matrices(name):
+            a, b = a.astype(np.float64), b.astype(np.float64)
+            norms[matrix] = scale * math.sqrt(max(0.0, float(np.sum((a.T @ a) * (b @ b.T)))))
+        return norms
+
+    def content_version(self, name: str) -> str:
+        """16 hex digits that name what an adapter computes: its modules, ranks, scales and weights, bit for bit.
+
+        Equal for two loads of equal content, whatever their ids and columns; another after any change.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        for matrix, _, a, b, scale in sorted(self.read_matrices(name), key=lambda m: m[0]):
+            digest.update(f"{matrix} {a.shape} {b.shape} {scale.hex()}\n".encode())
+            digest.update(as_bytes(np.ascontiguousarray(a)))
+            digest.update(as_bytes(np.ascontiguousarray(b)))
+        return digest.hexdigest()
+
+    def _own(self, columns: tuple[int, ...], owner: int) -> None:
+        owners = self.model.lora_owners
+        assert owners is not None
+        owners[...] = owners[...].at[jnp.array(columns)].set(owner)
+
+
+def _require_known(targets: Iterable[str], every: list[Projection]) -> None:
+    """Raises ValueError for a target that is neither a group nor names a module. A model may lack what a group names."""
+    for target in targets:
+        if target in GROUPS or target == "all":
+            continue
+        if not any(ends_with(name, (target,)) for p in every for name in p.layers) and not any(
+            ends_with(matrix, (target,)) for p in every for matrix, _ in p.matrices
+        ):
+            raise ValueError(f"Adapter target {target!r} is no group (all, {', '.join(GROUPS)}) and no module of this model.")
+
+
+def _place(p: Projection) -> None:
+    """Spreads a pool over the mesh on which its projection lies."""
+    pool, weight = p.module.lora, p.weight.get_value()
+    assert pool is not None
+    if isinstance(weight.sharding, NamedSharding):
+        *lead, first, second = (*weight.sharding.spec, *(None,) * weight.ndim)[: weight.ndim]
+        inputs, outputs = (second, first) if p.is_packed else (first, second)
+        for variable, spec in ((pool.a, (inputs, None)), (pool.b, (None, outputs)), (pool.scale, (None,))):
+            place = NamedSharding(weight.sharding.mesh, PartitionSpec(*lead, *spec))
+            variable.set_value(jax.device_put(variable.get_value(), place))
+
+
+def _on_host(array: jax.Array) -> np.ndarray:
+    """The whole array in host memory, gathered from other processes if need be."""
+    if not array.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)
+
+
+def _write(p: Projection, columns: tuple[int, ...], part: Placed | None = None) -> None:
+    """Sets these rank columns to the part's, then zeros; without a part to zeros. Whatever the rank, it compiles once."""
+    pool = p.module.lora
+    assert pool is not None
+    _set_columns(pool.a, -1, columns, part and part.a)
+    _set_columns(pool.b, -2, columns, part and part.b)
+    _set_columns(pool.scale, -1, columns, part and part.scale)
+
+
+def _set_columns(variable: nnx.Variable, axis: int, columns: tuple[int, ...], values: np.ndarray | None) -> None:
+    old = variable.get_value()
+    new, ours = np.zeros(old.shape, np.float32), np.zeros(old.shape[axis], bool)
+    ours[list(columns)] = True
+    if values is not None:
+        np.moveaxis(new, axis, 0)[list(columns[: values.shape[axis]])] = np.moveaxis(values, axis, 0)
+    result = jnp.where(ours if axis == -1 else ours[:, None], new, old)
+    variable.set_value(result if result.sharding == old.sharding else jax.device_put(result, old.sharding))

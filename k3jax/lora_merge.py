@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, UInt8
 
-from k3jax.linear import Embedding
 from k3jax.lora import Adapters
 from k3jax.moe import PackedExpertLinear
 from k3jax.quant import pack, unpack
@@ -24,29 +25,34 @@ class MergeError:
 
 
 def merge(adapters: Adapters, name: str) -> list[MergeError]:
-    """Merges `name` into the base for good and frees its columns. Returns the rounding error per projection."""
-    adapter = adapters[name]
+    """Merges `name` into the base for good and frees its columns. Returns the rounding error per projection.
+
+    Other adapters stay, from now on beside the merged base. Raises ValueError if a weight is not finite.
+    """
+    broken = [p.name for p, a, b, _ in adapters.read(name) if not (np.isfinite(a).all() and np.isfinite(b).all())]
+    if broken:
+        raise ValueError(f"Adapter {name!r} holds NaN or infinite numbers, in {broken[0]} first. It was not merged.")
     errors = []
-    for p in adapters.covered(adapter.config):
-        a, b, scale = adapters.read(adapter, p)
-        module = p.module
-        delta = (a * scale[..., None, :], b)
+    for p, a, b, scale in adapters.read(name):
+        module, delta = p.module, (a * scale[..., None, :], b)
         if isinstance(module, PackedExpertLinear):
             weights = (module.packed[...], module.scale[...])
             (module.packed[...], module.scale[...]), error = _over_matrices(_merge_packed, weights, delta, p.stack)
         else:
-            variable = module.weight if isinstance(module, Embedding) else module.kernel
-            variable[...], error = _over_matrices(_merge_dense, variable[...], delta, p.stack)
-        errors.append(MergeError(p.names[0], float(error[0].max()), float(error[1].max())))
+            p.weight[...], error = _over_matrices(_merge_dense, p.weight[...], delta, p.stack)
+        errors.append(MergeError(p.name, float(error[0].max()), float(error[1].max())))
     adapters.remove(name)
     return errors
 
 
-def _over_matrices(f: Callable[..., Any], weights: Any, delta: Any, stack: tuple[int, ...]) -> tuple[Any, tuple[Array, Array]]:
-    """Runs f matrix by matrix, so that only one exists in fp32 at a time."""
+@partial(jax.jit, static_argnames=("merge_one", "stack"))
+def _over_matrices(
+    merge_one: Callable[..., Any], weights: Any, delta: Any, stack: tuple[int, ...]
+) -> tuple[Any, tuple[Array, Array]]:
+    """Runs merge_one(weight, delta) matrix by matrix, so that only one exists in fp32 at a time."""
     n = len(stack)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[n:]), (weights, delta))
-    merged, error = jax.jit(lambda x: jax.lax.map(lambda y: f(*y), x))(flat)
+    merged, error = jax.lax.map(lambda x: merge_one(*x), flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), merged), error
 
 
@@ -57,10 +63,13 @@ def _merge_dense(weight: Float[Array, "I O"], delta: tuple[Array, Array]) -> tup
     return stored, _errors(stored.astype(jnp.float32), exact, change)
 
 
-def _merge_packed(weight: tuple[Array, Array], delta: tuple[Array, Array]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def _merge_packed(
+    weight: tuple[UInt8[Array, "O I2"], UInt8[Array, "O I32"]], delta: tuple[Array, Array]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Equal numbers can have several packed forms: a matrix that does not change keeps its bytes."""
     change = jnp.matmul(*delta, precision="highest")
     exact = unpack(*weight, jnp.float32) + change
-    stored = pack(exact)
+    stored: tuple[Array, Array] = jax.tree.map(lambda new, old: jnp.where(change.any(), new, old), pack(exact), weight)
     return stored, _errors(unpack(*stored, jnp.float32), exact, change)
 
 

@@ -5,216 +5,245 @@ experts stacked ([E, r, in] and [E, out, r]), and PEFT's flat one for stacked pa
 """
 
 import json
+import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from jax.experimental import multihost_utils
+from safetensors.numpy import save_file
 
 from k3jax.config import K3Config
-from k3jax.lora import Adapters, LoRAConfig, Projection, ends_with
+from k3jax.lora import Adapters, LoRAConfig, Placed
+from k3jax.lora_peft_config import CONFIG, AdapterError, read_config, written_config
+from k3jax.lora_targets import Projection, ends_with, projections, shortest_targets
+from k3jax.safetensors_io import CheckpointError, Reader, Tensor, read_header
+from k3jax.tensor_names import PREFIX, Spelling
 
 HEAD = "base_model.model."
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
-
-class AdapterError(ValueError):
-    """An adapter folder that does not fit; the message lists what is wrong."""
-
-
-# Fields that would change the result, and the only values that this format reader implements.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",), "use_dora": (False,), "use_qalora": (False,), "use_bdlora": (None, False), "lora_bias": (False,),
-    "fan_in_fan_out": (False,), "modules_to_save": (None, []), "layer_replication": (None,),
-    "trainable_token_indices": (None,), "alora_invocation_tokens": (None,), "arrow_config": (None,),
-    "kasa_config": (None,), "monteclora_config": (None,), "velora_config": (None,), "layers_pattern": (None, []),
-}
-
-
-def read_config(folder: str | Path) -> LoRAConfig:
-    """The LoRAConfig in a PEFT folder. Raises AdapterError or FileNotFoundError."""
-    path = Path(folder) / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: a PEFT adapter folder has {CONFIG} and {WEIGHTS}.")
-    try:
-        raw = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise AdapterError(f"{path} is not valid JSON: {error}") from error
-    if raw.get("peft_type") != "LORA":
-        raise AdapterError(f"{path}: peft_type is {raw.get('peft_type')!r}, only 'LORA' can be loaded.")
-    for name, allowed in _UNSUPPORTED.items():
-        if name in raw and raw[name] not in allowed:
-            raise AdapterError(f"{path}: {name}={raw[name]!r} is not supported, only {allowed[0]!r}.")
-    targets = raw.get("target_modules") or []
-    if isinstance(targets, str):
-        raise AdapterError(f"{path}: target_modules is the pattern {targets!r}; list the module names instead.")
-    targets = [*targets, *(raw.get("target_parameters") or [])]
-    try:
-        return LoRAConfig(
-            rank=raw.get("r"), alpha=raw.get("lora_alpha"), targets=tuple(targets), rslora=raw.get("use_rslora", False),
-            rank_pattern=raw.get("rank_pattern") or {}, alpha_pattern=raw.get("alpha_pattern") or {},
-        )
-    except (TypeError, ValueError) as error:
-        raise AdapterError(f"{path}: {error}") from None
+logger = logging.getLogger(__name__)
 
 
 def load(adapters: Adapters, name: str, folder: str | Path) -> int:
-    """Adds the adapter in a PEFT folder under `name` and returns its id.
+    """Adds the adapter in a PEFT folder under `name` and returns its id. An error leaves everything as it was.
 
-    Raises AdapterError listing tensors that have no place, no partner or another shape (an adapter for another base).
+    Every module that the config targets must have both tensors, and no other tensor may be there. Raises
+    FileNotFoundError; AdapterError with the list of faults; ValueError if columns are lacking or the name is taken.
     """
-    config = read_config(folder)
-    tensors = _read_weights(Path(folder) / WEIGHTS)
-    parts, faults = [], []
-    for p in adapters.projections:
-        part, wrong = _take(tensors, p, config)
-        faults += wrong
-        parts += [] if part is None else [(p, *part)]
-    for extra in sorted(tensors)[:10]:
-        faults.append(f"{extra} {tensors[extra].shape}: no such module in this model, or no rank columns beside it")
-    if not parts and not faults:
-        faults.append("no adapter weights in it")
-    if not any(np.any(b) for *_, b, _ in parts) and not faults and parts:
-        faults.append("every B is zero: the adapter would change nothing")
-    if faults:
-        raise AdapterError(f"{folder} does not fit this model:\n  " + "\n  ".join(faults[:20]))
-    adapter = adapters.allocate(name, config)
-    for p, a, b, scale in parts:
-        adapters.write(adapter, p, a, b, scale)
-    return adapter.id
+    folder = Path(folder)
+    config, targeted = read_config(folder)
+    every = list(projections(adapters.model))
+    with Reader() as reader:
+        tensors = _Tensors(folder / WEIGHTS, reader)
+        found = {p.name: list(tensors.take(p, config)) for p in every}
+        faults = _unknown_targets(config, every) + tensors.faults
+        faults += _coverage(every, found, targeted, tensors.faulty) + tensors.leftovers()
+        if not faults and not any(found.values()):
+            faults = ["no adapter weights in it"]
+        _raise(folder, faults)
+        names = [matrix for p in every for matrix, _ in p.matrices]
+        config = replace(config, targets=shortest_targets([m.name for ms in found.values() for m in ms], names))
+        adapters.check(name, config)
+        parts = [_placed(p, scale, found[p.name], faults) for p, scale in adapters.covered(config)]
+        _raise(folder, faults)
+    if not any(np.any(part.a) and np.any(part.b) for part in parts):
+        logger.warning("%s: every A or every B is zero, so the adapter changes nothing.", folder)
+    return adapters.install(name, config, parts)
 
 
 def save(adapters: Adapters, name: str, folder: str | Path) -> None:
-    """Writes an adapter as a PEFT folder; each file is complete or absent."""
+    """Writes an adapter as a PEFT folder. Without its config, which comes last, a folder is no adapter.
+
+    Raises ValueError if a weight is not finite. All processes must call this together.
+    """
     adapter, folder = adapters[name], Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     prefix = HEAD + _model_prefix(adapters.model.config)
-    tensors = {}
-    for p in adapters.covered(adapter.config):
-        a, b, _ = (np.asarray(x) for x in adapters.read(adapter, p))
-        for module, index in _modules(p):
-            tensors |= _tensors(prefix + module, p, a[index], b[index])
-    config = adapter.config
-    targets = sorted({_target(p) for p in adapters.covered(config)})
-    written = {
-        "peft_type": "LORA", "base_model_name_or_path": None, "task_type": "CAUSAL_LM", "inference_mode": True,
-        "r": config.rank, "lora_alpha": config.alpha, "target_modules": targets, "use_rslora": config.rslora,
-        "rank_pattern": dict(config.rank_pattern), "alpha_pattern": dict(config.alpha_pattern), "bias": "none",
-        "lora_dropout": 0.0, "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None, "use_dora": False,
-    }
-    _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    _replace(folder / CONFIG, lambda path: Path(path).write_text(json.dumps(written, indent=1) + "\n"))
+    tensors, names = {}, []
+    for matrix, p, a, b, _ in adapters.read_matrices(name):
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise ValueError(f"Adapter {name!r} holds NaN or infinite numbers, in {matrix} first. It was not saved.")
+        low, up = _halves(p)
+        tensors[f"{prefix}{matrix}.{low}"] = np.ascontiguousarray(a.T)
+        tensors[f"{prefix}{matrix}.{up}"] = np.ascontiguousarray(b.T)
+        names.append(matrix)
+    targets = shortest_targets(names, (matrix for p in projections(adapters.model) for matrix, _ in p.matrices))
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).unlink(missing_ok=True)
+        _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        text = json.dumps(written_config(replace(adapter.config, targets=targets)), indent=1)
+        _replace(folder / CONFIG, lambda path: path.write_text(text + "\n"))
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"saved {folder}")
 
 
 def _model_prefix(config: K3Config) -> str:
-    """The prefix of text modules in the official nested layout."""
-    return "" if config.attn_res_block is None and config.vision is None else "language_model."
+    """The prefix of text modules in the official layout."""
+    return Spelling.default(config).prefix
 
 
-def _target(p: Projection) -> str:
-    """The shortest name that PEFT's suffix rule reads as these modules and no others of the model."""
-    return p.name.replace("self_attn.", "") if p.name.startswith("self_attn.") else p.name.removeprefix("experts.")
+def _halves(p: Projection) -> tuple[str, str]:
+    return ("lora_embedding_A", "lora_embedding_B") if p.is_embedding else ("lora_A.weight", "lora_B.weight")
 
 
-def _modules(p: Projection) -> list[tuple[str, tuple[int, ...]]]:
-    """(checkpoint name, index into the stacked arrays) of every matrix of a projection."""
-    if len(p.stack) == 2:
-        return [
-            (name.replace(".experts.", f".experts.{e}."), (layer, e))
-            for layer, name in enumerate(p.names)
-            for e in range(p.stack[1])
-        ]
-    return [(name, (layer,) if p.stack else ()) for layer, name in enumerate(p.names)]
+def _raise(folder: Path, faults: list[str]) -> None:
+    if faults:
+        more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
+        raise AdapterError(f"{folder} does not fit this model:\n  " + "\n  ".join(faults[:20]) + more)
 
 
-def _tensors(module: str, p: Projection, a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:
-    one, two = ("lora_embedding_A", "lora_embedding_B") if p.is_embedding else ("lora_A.weight", "lora_B.weight")
-    return {f"{module}.{one}": np.ascontiguousarray(a.T), f"{module}.{two}": np.ascontiguousarray(b.T)}
+class _Matrix:
+    """A and B of one matrix, not read yet."""
+
+    def __init__(self, name: str, index: tuple[int, ...], read: Callable[[], tuple[np.ndarray, np.ndarray]]):
+        self.name, self.index, self.read = name, index, read
 
 
-def _read_weights(path: Path) -> dict[str, np.ndarray]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: a PEFT adapter folder has {CONFIG} and {WEIGHTS}.")
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise AdapterError(f"{path} is not a whole safetensors file: {error}") from None
-    short = {}
-    for name, value in tensors.items():
-        key = name.removeprefix(HEAD).removeprefix("language_model.")
-        short[key] = value.astype(np.float32)
-    return short
+class _Tensors:
+    """The tensors of an adapter file, taken one pair at a time; what is left over belongs nowhere."""
+
+    def __init__(self, path: Path, reader: Reader):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist: a PEFT adapter folder has {CONFIG} and {WEIGHTS}.")
+        try:
+            header = read_header(path)
+        except CheckpointError as error:
+            raise AdapterError(str(error)) from None
+        self.reader, self.faults, self.faulty = reader, [], set()
+        self.tensors: dict[str, Tensor] = {}
+        for name, tensor in header.items():
+            short = name.removeprefix(HEAD).removeprefix(PREFIX)
+            if short in self.tensors:
+                self.faults.append(f"{name}: there twice, with and without {PREFIX!r}")
+            if tensor.dtype not in ("F32", "BF16", "F16"):
+                self.faults.append(f"{name}: its dtype is {tensor.dtype}, adapters are F32, BF16 or F16")
+            self.tensors[short] = tensor
+
+    def take(self, p: Projection, config: LoRAConfig) -> Iterator[_Matrix]:
+        """Removes this projection's tensors and yields the matrices that they make up; notes what is wrong with them."""
+        if len(p.stack) == 2:
+            for layer in range(len(p.layers)):
+                yield from self._take_experts(p, layer, config)
+        for name, index in p.matrices:
+            pair = self._pop(name, p)
+            if pair is not None:
+                rank = config.rank_of(name)
+                shapes = (rank, p.in_size), (p.out_size, rank)
+                if self._fits(name, pair, shapes):
+                    yield _Matrix(name, index, lambda pair=pair: (self._read(pair[0]).T, self._read(pair[1]).T))
+
+    def _take_experts(self, p: Projection, layer: int, config: LoRAConfig) -> Iterator[_Matrix]:
+        """The experts of a layer whose matrices lie in one pair of tensors, stacked or flat."""
+        pair = self._pop(p.layers[layer], p)
+        if pair is None:
+            return
+        E, here = p.stack[1], [(name, index) for name, index in p.matrices if index[0] == layer]
+        ranks = {config.rank_of(name) for name, _ in here}
+        if len(ranks) > 1:
+            self.faults.append(f"{p.layers[layer]}: one tensor for all experts, but rank_pattern gives them ranks {ranks}")
+            return
+        rank = ranks.pop()
+        stacked = (E, rank, p.in_size), (E, p.out_size, rank)
+        flat = (E * rank, p.in_size), (p.out_size, rank * E)
+        if not self._fits(p.layers[layer], pair, flat if len(pair[0].shape) == 2 else stacked):
+            self.faulty |= {name for name, _ in here}
+            return
+
+        @cache
+        def both() -> tuple[np.ndarray, np.ndarray]:
+            a, b = (self._read(tensor) for tensor in pair)
+            return a.reshape(stacked[0]), np.moveaxis(b.reshape(-1, rank, E), -1, 0) if b.ndim == 2 else b
+
+        for name, index in here:
+            yield _Matrix(name, index, lambda e=index[1]: (both()[0][e].T, both()[1][e].T))
+
+    def _pop(self, module: str, p: Projection) -> tuple[Tensor, Tensor] | None:
+        low, up = _halves(p)
+        a, b = self.tensors.pop(f"{module}.{low}", None), self.tensors.pop(f"{module}.{up}", None)
+        if a is not None and b is not None:
+            return a, b
+        if a is not None or b is not None:
+            self.faults.append(f"{module}: {low if a is None else up} is missing")
+            self.faulty.add(module)
+        return None
+
+    def _fits(self, module: str, pair: tuple[Tensor, Tensor], shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+        fits = (pair[0].shape, pair[1].shape) == shapes
+        if not fits:
+            self.faulty.add(module)
+            self.faults.append(
+                f"{module}: A {pair[0].shape} and B {pair[1].shape}, but its rank and this base need {shapes[0]} and "
+                f"{shapes[1]}: another rank, another base model, or added tokens"
+            )
+        return fits
+
+    def _read(self, tensor: Tensor) -> np.ndarray:
+        return self.reader.read(tensor).astype(np.float32)
+
+    def leftovers(self) -> list[str]:
+        faults = []
+        for name, tensor in self.tensors.items():
+            whole = not any(part.startswith("lora_") for part in name.split("."))
+            kind = "a whole weight (modules_to_save, added tokens), only LoRA" if whole else "no such module in this model"
+            faults.append(f"{name} {tensor.shape}: {kind + ' can be loaded' if whole else kind}")
+        return faults
 
 
-def _take(tensors: dict[str, np.ndarray], p: Projection, config: LoRAConfig) -> tuple[tuple[Any, Any, Any] | None, list[str]]:
-    """Removes this projection's tensors. Returns (A, B, scale), zero where a layer has none, and what is wrong."""
-    rank = config.rank_of(p.names[0])
-    if len(p.stack) == 2:
-        _split_experts(tensors, p, rank)
-    a = np.zeros((*p.stack, p.in_size, rank), np.float32)
-    b = np.zeros((*p.stack, rank, p.out_size), np.float32)
-    scale = np.zeros((*p.stack, rank), np.float32)
-    found, faults = False, []
-    one, two = ("lora_embedding_A", "lora_embedding_B") if p.is_embedding else ("lora_A.weight", "lora_B.weight")
-    for module, index in _modules(p):
-        low, up = tensors.pop(f"{module}.{one}", None), tensors.pop(f"{module}.{two}", None)
-        if low is None and up is None:
-            continue
-        if low is None or up is None:
-            faults.append(f"{module}: {one if low is None else two} is missing")
-        elif low.shape != (rank, p.in_size) or up.shape != (p.out_size, rank):
-            faults.append(f"{module}: A {low.shape} and B {up.shape}, but rank {rank} on this base needs "
-                          f"{(rank, p.in_size)} and {(p.out_size, rank)}")
-        elif not (np.isfinite(low).all() and np.isfinite(up).all()):
-            faults.append(f"{module}: holds NaN or infinite numbers")
-        else:
-            a[index], b[index], scale[index], found = low.T, up.T, config.scale_of(module), True
-    if not found and not faults and any(ends_with(p.names[0], t) for t in config.targets):
-        faults.append(f"{p.names[0]}: named in target_modules, but no weights for it")
-    return ((a, b, scale) if found else None), faults
+def _coverage(
+    every: list[Projection], found: dict[str, list[_Matrix]], targeted: Callable[[str], bool], faulty: set[str]
+) -> list[str]:
+    """Where weights, targets of the config and rank columns of the model differ. `faulty` matrices have their fault."""
+    faults = []
+    for p in every:
+        present = [m.name for m in found[p.name]]
+        wanted = {name for name, _ in p.matrices if targeted(name)}
+        faults += [f"{m}: target_modules names it, but it has no weights" for m in sorted(wanted - {*present} - faulty)]
+        faults += [f"{m}: has weights, but target_modules does not name it" for m in sorted({*present} - wanted)]
+        faults += [f"{m}: has two pairs of weights" for m, n in Counter(present).items() if n > 1]
+        if present and p.module.lora is None:
+            faults.append(f"{p.name}: no rank columns beside it: name it in Adapters(targets=…)")
+    return faults
 
 
-def _split_experts(tensors: dict[str, np.ndarray], p: Projection, rank: int) -> None:
-    """Rewrites stacked or flat tensors of all experts as one pair per expert."""
-    E = p.stack[1]
-    for name in p.names:
-        low, up = tensors.get(f"{name}.lora_A.weight"), tensors.get(f"{name}.lora_B.weight")
-        if low is None or up is None:
-            continue
-        if low.ndim == 2 and low.shape[0] == E * rank and up.ndim == 2 and up.shape[1] == E * rank:
-            low = low.reshape(E, rank, -1)
-            up = np.moveaxis(up.reshape(up.shape[0], rank, E), -1, 0)
-        if low.ndim != 3 or up.ndim != 3 or len(low) != E or len(up) != E:
-            continue
-        del tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
-        for e in range(E):
-            module = name.replace(".experts.", f".experts.{e}.")
-            tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"] = low[e], up[e]
+def _unknown_targets(config: LoRAConfig, every: list[Projection]) -> list[str]:
+    if len(config.targets) == 1:  # a pattern, or a name whose weights were found or missed
+        return []
+    names = [name for p in every for name in (*p.layers, *(m for m, _ in p.matrices))]
+    unknown = [target for target in config.targets if not any(ends_with(name, (target,)) for name in names)]
+    return [f"target_modules: this model has no {', '.join(unknown)}"] if unknown else []
 
 
-def _replace(path: Path, write: Any) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".saving-")
+def _placed(p: Projection, scale: np.ndarray, matrices: list[_Matrix], faults: list[str]) -> Placed:
+    """Reads a projection's matrices into arrays of the model's layout."""
+    a = np.zeros((*p.stack, p.in_size, scale.shape[-1]), np.float32)
+    b = np.zeros((*p.stack, scale.shape[-1], p.out_size), np.float32)
+    for m in matrices:
+        low, up = m.read()
+        if not (np.isfinite(low).all() and np.isfinite(up).all()):
+            faults.append(f"{m.name}: holds NaN or infinite numbers")
+        rank = low.shape[-1]
+        a[m.index][:, :rank], b[m.index][:rank] = low, up
+    return Placed(p, a, b, scale)
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a file that is complete or absent."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".saving-")
     os.close(handle)
+    temporary = Path(name)
     try:
         write(temporary)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        temporary.chmod(0o644)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-
-
-def summary(adapters: Adapters, name: str) -> Mapping[str, float]:
-    """Frobenius norm of scale * A B per projection: what an adapter does, at a glance."""
-    adapter = adapters[name]
-    norms = {}
-    for p in adapters.covered(adapter.config):
-        a, b, scale = (np.asarray(x, np.float64) for x in adapters.read(adapter, p))
-        gram = np.einsum("...ir,...is->...rs", a, a) * np.einsum("...ro,...so->...rs", b, b)
-        total = np.einsum("...rs,...r,...s->...", gram, scale, scale)
-        norms |= {f"{name}": float(np.sqrt(np.sum(t))) for name, t in zip(p.names, np.atleast_1d(total), strict=True)}
-    return norms
