@@ -68,8 +68,8 @@ class ProgressLine:
     On a terminal the line is rewritten in place; elsewhere one is printed every `interval` seconds.
     """
 
-    def __init__(self, steps: int, start: int = 0, *, interval: float = 5.0, out: TextIO = sys.stderr):
-        self.steps, self.first, self.interval, self.out = steps, start, interval, out
+    def __init__(self, steps: int, start: int = 0, *, interval: float = 5.0, out: TextIO | None = None):
+        self.steps, self.first, self.interval, self.out = steps, start, interval, out or sys.stderr
         self.begin = self.last = time.monotonic()
         self.tokens = self.timed_steps = 0.0
 
@@ -102,8 +102,8 @@ class ProgressLine:
 class Table:
     """A line per step with the named figures, under a heading that is repeated every `again` lines."""
 
-    def __init__(self, names: Sequence[str], *, again: int = 20, out: TextIO = sys.stdout):
-        self.names, self.again, self.out, self.lines = names, again, out, 0
+    def __init__(self, names: Sequence[str], *, again: int = 20, out: TextIO | None = None):
+        self.names, self.again, self.out, self.lines = names, again, out or sys.stdout, 0
 
     def show(self, step: int, figures: Figures) -> None:
         widths = [max(len(name), 7) for name in self.names]

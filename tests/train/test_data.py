@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from k3jax.chat import encode_chat_with_roles
-from train.data import DataError, DataFeed, Jsonl, Pairs, Rows, Transcripts, chat_example
 from train.config import TrainConfig
+from train.data import DataError, DataFeed, Jsonl, Pairs, Rows, Transcripts, chat_example
 from train.rl.countdown import Countdown
 
 CHAT = [{"role": "user", "content": "3 7 -> 10"}, {"role": "assistant", "content": "3+7"}]
