@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from k3jax.config import K3Config
+from k3jax.packing import Packing
 from k3jax.plan import Segment
 
 
@@ -33,15 +34,29 @@ class KDAState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MLAState:
-    """Normalised latent and shared key part of each token, at index = its position."""
+    """Normalised latent and shared key part of each token, at index = its position.
+
+    `at` slices nothing: it names the layer, so that `append` writes only what is new into the latents of all layers.
+    """
 
     latent: Float[Array, "*n B S L"]
+    layer: Int[Array, ""] | None = None  # whose latents are read and written, if several are stacked
 
     def at(self, layer: Int[Array, ""]) -> "MLAState":
-        return MLAState(jax.lax.dynamic_index_in_dim(self.latent, layer, keepdims=False))
+        return MLAState(self.latent, layer)
 
     def put(self, layer: Int[Array, ""], new: "MLAState") -> "MLAState":
-        return MLAState(jax.lax.dynamic_update_index_in_dim(self.latent, new.latent, layer, 0))
+        return MLAState(new.latent)
+
+    def read(self) -> Float[Array, "B S L"]:
+        return self.latent if self.layer is None else jax.lax.dynamic_index_in_dim(self.latent, self.layer, keepdims=False)
+
+    def append(self, new: Float[Array, "B T L"], packing: Packing) -> "MLAState":
+        """Writes each real token at its position; padding and what does not fit is dropped."""
+        where = jnp.where(packing.valid, packing.positions, self.latent.shape[-2])
+        rows = jnp.arange(new.shape[0])[:, None]
+        at = self.latent.at[rows, where] if self.layer is None else self.latent.at[self.layer, rows, where]
+        return replace(self, latent=at.set(new.astype(self.latent.dtype), mode="drop", unique_indices=True))
 
 
 @jax.tree_util.register_dataclass

@@ -55,8 +55,8 @@ class MultiHeadLatentAttention(nnx.Module):
             state = MLAState(latent)
             o = self._attend_expanded(q, latent, packing.segments, packing.positions, packing, packing)
         else:
-            state = MLAState(_append(cache.latent, latent, packing))
-            o = self._attend_cache(q, state.latent, packing)
+            state = cache.append(latent, packing)
+            o = self._attend_cache(q, state.read(), packing)
         o = o.reshape(B, T, c.num_heads * c.value_dim)
         if c.output_gate:
             o = o * jax.nn.sigmoid(self.g_proj(x, packing))
@@ -137,13 +137,6 @@ class MultiHeadLatentAttention(nnx.Module):
         """Columns of a kv_b_proj weight that make keys (part 0) or values (part 1)."""
         c = self.config.mla
         return jnp.split(weight.reshape(weight.shape[0], c.num_heads, -1), [c.nope_dim], axis=-1)[part]
-
-
-def _append(cache: Float[Array, "B S L"], new: Float[Array, "B T L"], packing: Packing) -> Float[Array, "B S L"]:
-    """Writes each real token at its position; padding and what does not fit is dropped."""
-    where = jnp.where(packing.valid, packing.positions, cache.shape[1])
-    rows = jnp.arange(cache.shape[0])[:, None]
-    return cache.at[rows, where].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
 
 
 def _per_row(adapters: Array | None, size: int) -> Array | None:
