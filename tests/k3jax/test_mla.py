@@ -53,7 +53,10 @@ def formula(layer, x):
         return v / np.sqrt((v * v).mean(-1, keepdims=True) + 1e-6) * np.asarray(module.weight[...])
 
     for row in x.astype(np.float64):
-        q = row @ w(layer.q_proj) if c.q_lora_rank is None else norm(row @ w(layer.q_a_proj), layer.q_a_layernorm) @ w(layer.q_b_proj)
+        if c.q_lora_rank is None:
+            q = row @ w(layer.q_proj)
+        else:
+            q = norm(row @ w(layer.q_a_proj), layer.q_a_layernorm) @ w(layer.q_b_proj)
         q = q.reshape(len(row), c.num_heads, -1)
         low, rope = np.split(row @ w(layer.kv_a_proj_with_mqa), [c.kv_lora_rank], -1)
         kv = (norm(low, layer.kv_a_layernorm) @ w(layer.kv_b_proj)).reshape(len(row), c.num_heads, -1)
