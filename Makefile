@@ -10,7 +10,7 @@ demo: $(VENV)/.base  ## learn Countdown and Frozen Lake with LoRA on this machin
 	$(BIN)/python -m train.demo
 
 test: check  ## static checks, then the suite without slow tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: $(VENV)/.test  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
