@@ -45,7 +45,7 @@ def gradients(split):
 
 
 def draw(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def states(batch, seed=1):
@@ -54,7 +54,7 @@ def states(batch, seed=1):
 
 
 def test_bounded_unbounded_and_rateless_decays_are_their_closed_forms():
-    z, a_log = draw((1, 3, 2, 4)) * 3, np.array([0.5, -1.0], np.float32)
+    z, a_log = draw((1, 3, 2, 4)) * 3, jnp.array([0.5, -1.0])
     rate = np.exp(a_log)[:, None]
     np.testing.assert_allclose(log_decay(z, a_log, -5.0), -5 / (1 + np.exp(-rate * z)), rtol=1e-5)
     np.testing.assert_allclose(log_decay(z, None, -5.0), -5 / (1 + np.exp(-z)), rtol=1e-5)
@@ -92,8 +92,8 @@ def test_slack_after_the_last_token_changes_no_gradient(gradients):
     """200 tokens and 56 of slack holding huge values: gradients are those of slack holding zeros, bit for bit."""
     x, cotangent = draw((B, T, D)), draw((B, T, D), 5)
     segments = np.repeat([[1, 2, 0]], [130, 70, 56], 1).repeat(B, 0).astype(np.int32)
-    zeros = np.where(segments[..., None] > 0, x, 0)
-    huge = np.where(segments[..., None] > 0, x, 1e15)
+    zeros = jnp.where(segments[..., None] > 0, x, 0)
+    huge = jnp.where(segments[..., None] > 0, x, 1e15)
     for clean, dirty in zip(*(jax.tree.leaves(gradients(v, segments, cotangent)) for v in (zeros, huge)), strict=True):
         assert np.isfinite(dirty).all()
         np.testing.assert_array_equal(dirty, clean)

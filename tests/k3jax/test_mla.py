@@ -36,6 +36,7 @@ def x():
 
 @partial(nnx.jit, static_argnums=5)
 def run(layer, x, segments, cache, start, size=None):
+    start = jnp.broadcast_to(start, len(x))
     return layer(x, Packing.of(segments, start), cache)
 
 

@@ -52,6 +52,6 @@ def test_the_mlp_is_down_of_the_activation_of_gate_and_up(make_config):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 32)), jnp.float32)
     for config in (make_config(), make_config(hidden_act="silu", situ_linear_beta=None)):
         mlp = MLP(config, 24, rngs=nnx.Rngs(0))
-        gate, up = (np.asarray(x) @ np.asarray(p.kernel[...]) for p in (mlp.gate_proj, mlp.up_proj))
+        gate, up = (jnp.asarray(np.asarray(x) @ np.asarray(p.kernel[...])) for p in (mlp.gate_proj, mlp.up_proj))
         expected = np.asarray(gated_activation(config, gate, up)) @ np.asarray(mlp.down_proj.kernel[...])
         np.testing.assert_allclose(mlp(x), expected, rtol=0, atol=1e-5)

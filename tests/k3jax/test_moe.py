@@ -58,16 +58,16 @@ def formula(layer, config, x):
     """up(norm(sum_i p_i E_i(down x))) + shared(x), token by token."""
     kernel = lambda m: np.asarray(m.kernel[...])  # noqa: E731
     rows = x.reshape(-1, D)
-    picks, weights, _ = layer.gate(rows)
+    picks, weights, _ = layer.gate(jnp.asarray(rows))
     z = rows @ kernel(layer.routed_expert_down_proj) if config.moe.latent_size else rows
     out = np.zeros_like(z)
     w1, w3, w2 = (kernel(getattr(layer.experts, name)) for name in ("w1", "w3", "w2"))
     for n in range(len(rows)):
         for e, p in zip(np.asarray(picks)[n], np.asarray(weights)[n], strict=True):
-            out[n] += p * (np.asarray(gated_activation(config, z[n] @ w1[e], z[n] @ w3[e])) @ w2[e])
+            out[n] += p * (np.asarray(gated_activation(config, *jnp.array([z[n] @ w1[e], z[n] @ w3[e]]))) @ w2[e])
     if config.moe.latent_size:
-        out = np.asarray(layer.routed_expert_norm(out)) @ kernel(layer.routed_expert_up_proj)
-    return out.reshape(x.shape) + np.asarray(layer.shared_experts(x))
+        out = np.asarray(layer.routed_expert_norm(jnp.asarray(out))) @ kernel(layer.routed_expert_up_proj)
+    return out.reshape(x.shape) + np.asarray(layer.shared_experts(jnp.asarray(x)))
 
 
 @pytest.mark.parametrize("moe", [LATENT, PLAIN], ids=["latent", "plain"])
@@ -113,7 +113,7 @@ def test_the_latent_norm_counts(layer, x):
     other.routed_expert_norm.weight[...] = jnp.zeros_like(other.routed_expert_norm.weight[...])
     silent, _ = run(other, x, ONE)
     assert np.abs(y - silent).max() > 1e-2
-    np.testing.assert_allclose(silent, layer.shared_experts(x), **CLOSE)
+    np.testing.assert_allclose(silent, layer.shared_experts(jnp.asarray(x)), **CLOSE)
 
 
 def test_packed_experts_compute_what_the_weights_that_they_stand_for_compute(layer, make_config, x):

@@ -28,11 +28,11 @@ def test_the_output_norm_is_the_official_one(tensors):
     x, gate, weight, out = (tensors[f"o_norm/{key}"] for key in ("x", "gate", "weight", "out"))
     norm = GatedRMSNorm(x.shape[-1], eps=1e-5, rngs=nnx.Rngs(0))
     norm.weight[...] = weight
-    np.testing.assert_allclose(norm(x, gate), out, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(norm(jnp.asarray(x), jnp.asarray(gate)), out, rtol=1e-5, atol=1e-6)
 
 
 def test_the_output_norm_multiplies_weight_and_gate_in_fp32():
-    x = np.random.default_rng(0).standard_normal((50, 16)).astype(np.float32)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((50, 16)), jnp.float32)
     gate = jnp.asarray(x[::-1], jnp.bfloat16)
     norm = GatedRMSNorm(16, eps=1e-5, rngs=nnx.Rngs(0))
     norm.weight[...] = 1 + jnp.arange(16) / 100

@@ -106,16 +106,16 @@ def test_equal_logits_pick_the_first_experts_once_each(make_config):
 
 
 def test_given_picks_are_kept_and_weighed_by_the_scores(k3_router):
-    x = np.random.default_rng(3).standard_normal((6, 64)).astype(np.float32)
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((6, 64)), jnp.float32)
     given = np.random.default_rng(4).permuted(np.tile(np.arange(896), (6, 1)), axis=1)[:, :16].astype(np.int32)
-    picks, weights, scores = k3_router(x, given)
+    picks, weights, scores = k3_router(x, jnp.asarray(given))
     np.testing.assert_array_equal(picks, given)
     picked = np.take_along_axis(np.asarray(scores), given, -1)
     np.testing.assert_allclose(weights, picked / picked.sum(-1, keepdims=True), rtol=1e-5)
 
 
 def test_the_bias_picks_and_never_weighs(k3_router):
-    x = np.random.default_rng(5).standard_normal((6, 64)).astype(np.float32)
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((6, 64)), jnp.float32)
     picks, weights, scores = k3_router(x)
     np.testing.assert_allclose(weights, combine_weights(jnp.log(scores), picks, k3_router.config), rtol=1e-5)
     grad = nnx.grad(lambda m: (m(x)[1] * jnp.arange(16)).sum(), argnums=nnx.DiffState(0, nnx.Variable))(k3_router)
@@ -128,7 +128,7 @@ def test_the_histogram_counts_each_margin_of_each_valid_token_once():
     N, E, k = 40, 6, 2
     scores, bias = rng.random((N, E), np.float32), rng.normal(0, 0.1, E).astype(np.float32)
     valid = np.arange(N) < 30
-    counts = np.asarray(margin_histogram(scores, bias, valid, k))
+    counts = np.asarray(margin_histogram(*map(jnp.asarray, (scores, bias, valid)), k))
     assert counts.shape == (E, HISTOGRAM_BINS)
     np.testing.assert_array_equal(counts.sum(-1), 30)
     margin = np.sort(scores + bias, -1)[:, -(k + 1)][:, None] - scores
@@ -143,9 +143,10 @@ def test_padding_changes_no_count():
     rng = np.random.default_rng(7)
     scores, bias = rng.random((20, 6), np.float32), rng.normal(0, 0.1, 6).astype(np.float32)
     half = np.concatenate([scores, rng.random((20, 6), np.float32)])
-    np.testing.assert_array_equal(
-        margin_histogram(half, bias, np.arange(40) < 20, 2), margin_histogram(scores, bias, np.ones(20, bool), 2)
-    )
+    counts = [
+        margin_histogram(jnp.asarray(s), jnp.asarray(bias), jnp.arange(len(s)) < 20, 2) for s in (half, scores)
+    ]
+    np.testing.assert_array_equal(*counts)
 
 
 def test_groups_that_were_dropped_give_no_expert(make_config):
