@@ -49,11 +49,26 @@ def merge(adapters: Adapters, name: str) -> list[MergeError]:
 def _over_matrices(
     merge_one: Callable[..., Any], weights: Any, delta: Any, stack: tuple[int, ...]
 ) -> tuple[Any, tuple[Array, Array]]:
-    """Runs merge_one(weight, delta) matrix by matrix, so that only one exists in fp32 at a time."""
+    """Runs merge_one(weight, delta) matrix by matrix, so that only one exists in fp32 at a time.
+
+    The loop carries bits: XLA would widen a stack of bf16 to fp32 around it.
+    """
     n = len(stack)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[n:]), (weights, delta))
-    merged, error = jax.lax.map(lambda x: merge_one(*x), flat)
+    dtypes = jax.tree.map(lambda x: x.dtype, weights)
+
+    def step(x: Any) -> Any:
+        weight, delta = x
+        merged, error = merge_one(jax.tree.map(jax.lax.bitcast_convert_type, weight, dtypes), delta)
+        return jax.tree.map(_bits, merged), error
+
+    merged, error = jax.lax.map(step, (jax.tree.map(_bits, flat[0]), flat[1]))
+    merged = jax.tree.map(jax.lax.bitcast_convert_type, merged, dtypes)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), merged), error
+
+
+def _bits(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def _merge_dense(weight: Float[Array, "I O"], delta: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:

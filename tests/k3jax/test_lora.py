@@ -435,6 +435,23 @@ def test_targets_without_rank_columns_are_refused_and_asking_a_bare_model_too(sm
         adapters.add("one", LoRAConfig(rank=2, alpha=2, targets=("attention", "head")))
 
 
+def spread_out(programs):
+    mesh = make_mesh(expert=2, tensor=2, devices=jax.devices()[:4])
+    nnx.update(programs.model, jax.tree.map(jax.device_put, programs.state, shardings(programs.state, mesh, TRAIN)))
+    return type(programs)(programs.model)
+
+
+def test_pools_of_packed_experts_lie_where_their_experts_lie(make_small, make_config):
+    moe = replace(make_config().moe, latent_size=64, intermediate_size=64, mxfp4=True, first_layer=0)
+    adapters = Adapters(spread_out(make_small(attention=("mla",), moe=moe)).model, columns=2, targets=("experts",))
+    adapters.add("one", LoRAConfig(rank=2, alpha=2, targets=("experts",)))
+    pools = {p.name.split(".")[-1]: p.module.lora for p in adapters.projections}
+    found = {name: (pool.a[...].sharding.spec, pool.b[...].sharding.spec) for name, pool in pools.items()}
+    inward = PartitionSpec(None, "expert", "fsdp", None), PartitionSpec(None, "expert", None, "tensor")
+    outward = PartitionSpec(None, "expert", "tensor", None), PartitionSpec(None, "expert", None, "fsdp")
+    assert found == {"w1": inward, "w3": inward, "w2": outward}
+
+
 def test_pools_spread_over_tensor_and_expert_devices_equal_one_device(make_small, make_config, inputs):
     """Of factors that devices share, gradients are summed; a device without a token's experts adds nothing."""
     moe = replace(make_config().moe, first_layer=0)
@@ -442,9 +459,7 @@ def test_pools_spread_over_tensor_and_expert_devices_equal_one_device(make_small
     subject = Subject(programs, columns=8)
     adapters = jnp.asarray(rows(subject.random("one", 1), subject.random("two", 2, rank=3), 0))
     want = subject.gradients(inputs.ids, inputs.segments, adapters)
-    mesh = make_mesh(expert=2, tensor=2, devices=jax.devices()[:4])
-    nnx.update(programs.model, jax.tree.map(jax.device_put, programs.state, shardings(programs.state, mesh, TRAIN)))
-    spread = Subject(type(programs)(programs.model), columns=8)
+    spread = Subject(spread_out(programs), columns=8)
     spread.random("one", 1), spread.random("two", 2, rank=3)
     pool = next(p for p in spread.adapters.projections if p.name.endswith("experts.w1")).module.lora
     assert pool.a[...].sharding.spec == PartitionSpec(None, "expert", "fsdp", None)
