@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import grain
 import numpy as np
@@ -32,6 +32,7 @@ class DataError(RunError):
     """Data that cannot be trained on; the message names file and line."""
 
 
+@runtime_checkable
 class Examples(Protocol):
     """Examples by number. `where` names one in error messages."""
 
@@ -40,15 +41,6 @@ class Examples(Protocol):
     def __getitem__(self, index: int) -> Example: ...
 
     def where(self, index: int) -> str: ...
-
-
-class ChatTask(Protocol):
-    """What train.rl environments offer for supervised training."""
-
-    @property
-    def name(self) -> str: ...
-
-    def transcript(self, seed: int, index: int, skill: float) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
@@ -14,6 +14,7 @@ from train.step import MicroBatch, Trainer
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Feed(Protocol):
     """Where batches come from: a data set, or rollouts of the model that is being trained."""
 
@@ -32,6 +33,7 @@ class Feed(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
 class Report(Protocol):
     """What tells the user how it goes."""
 

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 def state(value: float, size: int = 3) -> State:
     weights = {"a/w": jnp.full((2, size), value, jnp.float32), "a/b": jnp.float32(value + 0.5)}
-    return State(weights, {"gate/bias": jnp.full((1, 4), -value, jnp.float32)}, optax.adamw(1e-3).init(weights), jnp.asarray(7, jnp.int32))
+    biases = {"gate/bias": jnp.full((1, 4), -value, jnp.float32)}
+    return State(weights, biases, optax.adamw(1e-3).init(weights), jnp.asarray(7, jnp.int32))
 
 
 def same(a: State, b: State) -> bool:
@@ -103,7 +104,7 @@ def test_a_full_disk_is_said_and_leaves_the_previous_checkpoint(saved, monkeypat
 
     checkpoints = Checkpoints(saved, keep=2)
     monkeypatch.setattr(ocp.CheckpointManager, "save", full)
-    with pytest.raises(CheckpointError, match="checkpoint of step 4 could not be written.*the disk is full.*Complete checkpoints: 2, 3"):
+    with pytest.raises(CheckpointError, match="step 4 could not be written.*the disk is full.*Complete checkpoints: 2, 3"):
         checkpoints.save(4, state(4), {})
     monkeypatch.undo()
     checkpoints.manager.close()

@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from k3jax.chat import encode_chat, encode_chat_with_roles
 from k3jax.config import ConfigError
 from k3jax.lora import LoRAConfig
-from k3jax.sampling import Sample
+from k3jax.sampling import Sample, Sampler
 from train.adapter import load_subject
 from train.data import Transcripts
 from train.pretrain import PretrainConfig, pretrain
@@ -82,8 +81,8 @@ def config(talker, tmp_path_factory) -> RLConfig:
     )
 
 
-class Script:
-    """A sampler that answers with given texts: one per turn, the same for every row."""
+class Script(Sampler):
+    """Answers with given texts: one per turn, the same for every row."""
 
     def __init__(self, tokenizer, *texts, end=True):
         self.tokenizer, self.texts, self.end, self.prompts = tokenizer, list(texts), end, []
@@ -167,7 +166,7 @@ def test_the_number_of_requests_does_not_shrink(tokenizer):
 
 
 def trajectory(ids, sampled):
-    t = Trajectory(SimpleNamespace(), 0, [])
+    t = Trajectory(Letter(Letters(), 0), 0, [])
     t.ids, t.sampled = ids, sampled
     t.logprobs = [-float(i) if s else 0.0 for i, s in zip(ids, sampled, strict=True)]
     t.raw_logprobs = [2 * p for p in t.logprobs]
