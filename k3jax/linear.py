@@ -46,7 +46,7 @@ class LoRAPool(nnx.Module):
     @property
     def weights(self) -> tuple[Float[Array, "*stack I R"], Float[Array, "*stack R O"]]:
         """A and B to compute with. Numbers that are not finite count as 0: a gate of 0 times NaN would be NaN, and one
-        broken adapter would break every row. That adapter's own are refused where they enter and leave (k3jax.lora)."""
+        broken adapter would break every row. Loading, saving and merging refuse an adapter that holds any."""
         return _finite(self.a[...]), _finite(self.b[...])
 
     def __call__(self, x: Float[Array, "*n I"], gate: Bool[Array, "*n R"]) -> Float[Array, "*n O"]:

@@ -123,8 +123,7 @@ class Adapters:
         self.model, self.columns = model, columns
         every = list(projections(model))
         _require_known(targets, every)
-        names = expand(targets)
-        self.projections = [p for p in every if any(ends_with(layer, names) for layer in p.layers)]
+        self.projections = [p for p in every if p.is_named_by(expand(targets))]
         for p in self.projections:
             p.module.lora = LoRAPool(p.in_size, p.out_size, columns, p.axes, p.stack, rngs=nnx.Rngs(0))
             _place(p)
@@ -256,7 +255,7 @@ class Adapters:
         Equal for two loads of equal content, whatever their ids and columns; another after any change.
         """
         digest = hashlib.blake2b(digest_size=8)
-        for matrix, _, a, b, scale in sorted(self.read_matrices(name), key=lambda m: m[0]):
+        for matrix, _, a, b, scale in self.read_matrices(name):
             digest.update(f"{matrix} {a.shape} {b.shape} {scale.hex()}\n".encode())
             digest.update(as_bytes(np.ascontiguousarray(a)))
             digest.update(as_bytes(np.ascontiguousarray(b)))
@@ -273,9 +272,7 @@ def _require_known(targets: Iterable[str], every: list[Projection]) -> None:
     for target in targets:
         if target in GROUPS or target == "all":
             continue
-        if not any(ends_with(name, (target,)) for p in every for name in p.layers) and not any(
-            ends_with(matrix, (target,)) for p in every for matrix, _ in p.matrices
-        ):
+        if not any(p.is_named_by((target,)) for p in every):
             raise ValueError(f"Adapter target {target!r} is no group (all, {', '.join(GROUPS)}) and no module of this model.")
 
 

@@ -70,6 +70,13 @@ class Projection:
             else:
                 yield name, (layer,) if self.stack else ()
 
+    def is_named_by(self, targets: Iterable[str]) -> bool:
+        """Whether some target names one of the matrices."""
+        targets = tuple(targets)
+        return any(ends_with(name, targets) for name in self.layers) or any(
+            ends_with(name, targets) for name, _ in self.matrices
+        )
+
 
 def projections(model: K3) -> Iterator[Projection]:
     """All modules that can carry adapters, in a fixed order."""

@@ -430,7 +430,8 @@ def test_targets_without_rank_columns_are_refused_and_asking_a_bare_model_too(sm
     with pytest.raises(ValueError, match="'nowhere' is no group"):
         Adapters(bare, columns=2, targets=("nowhere",))
     assert bare.lora_owners is None
-    adapters = Adapters(bare, columns=2, targets=("attention",))
+    adapters = Adapters(bare, columns=2, targets=("attention", "layers.1.block_sparse_moe.experts.3.w1"))
+    assert [p.name for p in adapters.projections if "self_attn" not in p.name] == ["model.layers.1.block_sparse_moe.experts.w1"]
     with pytest.raises(ValueError, match=r"modules without rank columns: name them .*: lm_head"):
         adapters.add("one", LoRAConfig(rank=2, alpha=2, targets=("attention", "head")))
 
