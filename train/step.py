@@ -50,10 +50,10 @@ Objective = Callable[[nnx.Module, MicroBatch], Sums]
 class State:
     """All that training changes, but the data's position."""
 
-    weights: Weights  # path -> fp32 array
-    biases: Mapping[str, Float32[Array, "n E"]]  # router biases, set by Quantile Balancing
+    weights: Mapping[str, Any]  # path -> fp32 array
+    biases: Mapping[str, Any]  # path -> fp32 [layers, E]: router biases, set by Quantile Balancing
     optimizer: Any
-    step: Int32[Array, ""]
+    step: Any  # int32 []
 
 
 class Trainer:

@@ -94,7 +94,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
     """1e30 squared overflows."""
     trainer = Trainer(Toy(), nnx.Param, squares, CONFIG, adamw)
     trainer.step([toy_batch(4)])
-    before = jax.tree.map(np.array, trainer.state)
+    before = jax.tree.map(jnp.copy, trainer.state)
     broken = toy_batch(4, 1)
     broken["y"][2] = bad
     figures = trainer.step([toy_batch(4, 2), broken])
@@ -141,7 +141,7 @@ def whole(two_layers):
     attention.A_log[...] = 0 * attention.A_log[...]  # slow decays, whose gradients do not vanish
     objective = TokenObjective(loss_named("cross_entropy"), 12, balance=True)
     trainer = Trainer(model, nnx.Param, objective, CONFIG, lambda c, w: muon(c, w, heads_of(model)), balance=True)
-    start = jax.tree.map(np.array, trainer.state)
+    start = jax.tree.map(jnp.copy, trainer.state)
     batch = token_batch(two_layers.vocab_size)
     return trainer, start, [trainer.step([batch]) for _ in range(3)], batch
 
