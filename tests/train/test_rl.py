@@ -75,9 +75,9 @@ def talker(two_layers, tokenizer, tmp_path_factory) -> str:
 def config(talker, tmp_path_factory) -> RLConfig:
     return RLConfig(
         out=str(tmp_path_factory.mktemp("rl")), checkpoint=talker,
-        adapter=LoRAConfig(rank=2, alpha=8, targets=("attention", "mlp")), environment=Letters(), groups=4,
-        group_size=8, max_turn_tokens=24, steps=6, lr=3e-2, rows=8, row_length=63, heldout=4, heldout_every=3, save_every=2,
-        warmup=0.0, remat="none",
+        adapter=LoRAConfig(rank=2, alpha=8, targets=("attention", "mlp")), environment=Letters(turns=2), groups=4,
+        group_size=8, max_turn_tokens=24, max_turns=2, steps=6, lr=1e-2, rows=8, row_length=95, heldout=4, heldout_every=3,
+        save_every=2, warmup=0.0, remat="none",
     )
 
 
@@ -217,6 +217,10 @@ def test_the_reward_rises_on_held_out_tasks(whole):
 def test_sampler_and_trainer_agree_at_every_step(whole):
     assert all(line["logprob_gap"] < 1e-4 for line in whole[0][1:])
     assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in whole[0][1:])
+
+
+def test_the_second_turn_takes_the_first_from_the_cache(whole):
+    assert all(line["turns"] > 1.5 and line["cached_share"] > 0.4 for line in whole[0][1:])
 
 
 def test_a_run_killed_after_step_four_goes_on_with_the_same_rewards_and_losses(whole, config, tmp_path):
