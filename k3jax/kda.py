@@ -12,7 +12,7 @@ from k3jax.config import K3Config
 from k3jax.linear import Linear
 from k3jax.norm import GatedRMSNorm, l2_normalize
 from k3jax.packing import Packing
-from k3jax.param import normal, param
+from k3jax.param import normal, param, zeros
 from pallas_kernels.conv1d import conv1d
 from pallas_kernels.kda import kda, kda_step
 
@@ -65,7 +65,7 @@ class KimiDeltaAttention(nnx.Module):
         else:
             self.g_a_proj = Linear(D, K, ("embed", None), **kind)
             self.g_b_proj = Linear(K, H * K, (None, "heads"), **kind)
-        self.A_log = param(rngs, (H,), ("heads",), _init_a_log, jnp.float32)
+        self.A_log = param(rngs, (H,), ("heads",), _init_a_log if c.decay_floor is None else zeros, jnp.float32)
         self.dt_bias = param(rngs, (H * K,), ("heads",), _init_dt_bias(c.decay_floor), jnp.float32)
         self.o_norm = GatedRMSNorm(K, eps=config.norm_eps, rngs=rngs)
         self.o_proj = Linear(H * K, D, ("heads", "embed"), **kind)
@@ -123,7 +123,11 @@ def _init_a_log(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
 
 
 def _init_dt_bias(floor: float | None) -> Any:
-    """Biases that give a decay of dt nats per token at rate 1, dt log-uniform in [0.001, 0.1]."""
+    """Biases that give a decay of dt nats per token at rate 1, dt log-uniform in [0.001, 0.1].
+
+    With a floor the rate starts at 1 (A_log = 0): it multiplies the bias inside a sigmoid, which a larger one would
+    saturate, and with it every gradient of the decay.
+    """
 
     def init(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
         dt = jnp.exp(jax.random.uniform(key, shape, dtype, jnp.log(1e-3), jnp.log(1e-1)))

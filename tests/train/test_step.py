@@ -137,8 +137,6 @@ def token_batch(vocab, seed=0):
 def whole(two_layers):
     """A trainer of all weights with Quantile Balancing, as train.pretrain makes it, and the figures of three steps."""
     model = new_model(two_layers, 0)
-    attention = model.model.layers.stacks[0].self_attn
-    attention.A_log[...] = 0 * attention.A_log[...]  # slow decays, whose gradients do not vanish
     objective = TokenObjective(loss_named("cross_entropy"), 12, balance=True)
     trainer = Trainer(model, nnx.Param, objective, CONFIG, lambda c, w: muon(c, w, heads_of(model)), balance=True)
     start = jax.tree.map(jnp.copy, trainer.state)
@@ -166,9 +164,6 @@ def test_the_router_bias_moves_after_a_step_and_stays_centred(whole):
 def test_the_loss_is_the_mean_over_tokens_with_weight(whole, two_layers):
     _, start, figures, batch = whole
     model = new_model(two_layers, 0)
-    attention = model.model.layers.stacks[0].self_attn
-    attention.A_log[...] = start.weights["model/layers/stacks/0/self_attn/A_log"]
-
     graphdef, state = nnx.split(model)
 
     @jax.jit
