@@ -1,9 +1,10 @@
 """nano: a small K3 with every feature on, taught Countdown and Frozen Lake to a middling skill. Shipped in configs/nano.
 
     python -m train.rl.vocabulary configs/nano
-    python -m train.pretrain configs/nano.py         # then copy runs/nano/model to configs/nano
+    python -m train.pretrain configs/nano_solver.py  # learns the right answers
+    python -m train.pretrain configs/nano.py         # goes on from there; then copy runs/nano/model to configs/nano
 
-Its teachers answer by chance half of the time, so it knows the right answer and often gives another: room for RL.
+The last teachers answer by chance half of the time, so nano knows the right answer and often gives another: room for RL.
 """
 
 import jax.numpy as jnp
@@ -55,9 +56,10 @@ def config() -> PretrainConfig:
         model=model(),
         tokenizer="configs/nano",
         data=Transcripts(tasks=((COUNTDOWN, 0.4), (COUNTDOWN, 0.4), (COUNTDOWN, 0.4), (FROZEN_LAKE, 0.5)), count=10_000_000),
-        steps=3000,
-        lr=5e-3,
-        rows=16,
+        checkpoint="runs/nano_solver/model",
+        steps=200,
+        lr=2e-3,
+        rows=8,
         row_length=512,
         remat="none",
         save_every=250,
