@@ -17,7 +17,7 @@ test-slow: $(VENV)/.test  ## the tests that take minutes
 
 check: $(VENV)/.test  ## ruff, pyright, import directions
 	$(BIN)/ruff check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.base  ## the figures in the README's table

@@ -44,10 +44,13 @@ _HOME = {
     "SamplingParams": "sampling", "Tokenizer": "tokenizer", "MoonViT": "vision", "PatchMerger": "vision",
     "load": "weights", "save": "weights",
 }  # fmt: skip
-__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'k3jax' has no attribute {name!r}")
     return getattr(import_module(f"k3jax.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
