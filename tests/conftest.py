@@ -14,6 +14,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from flax import nnx  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from k3jax.config import K3Config, KDAConfig, MLAConfig, MoEConfig  # noqa: E402
 from k3jax.model import K3  # noqa: E402
@@ -21,6 +22,10 @@ from k3jax.weights import abstract, load  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
+
+# A loaded machine is no fault of the code: examples have no deadline.
+settings.register_profile("k3jax", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("k3jax")
 
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -35,4 +35,4 @@ def test_eight_devices_give_the_logits_and_gradients_of_one(small, batch, one_de
     np.testing.assert_allclose(loss, one_device[0], rtol=1e-5)
     for (path, a), (_, b) in zip(nnx.to_flat_state(grads), nnx.to_flat_state(one_device[1]), strict=True):
         a, b = np.asarray(a.get_value()), np.asarray(b.get_value())
-        assert np.linalg.norm(a - b) <= 2e-5 * np.linalg.norm(b) + 1e-6, path
+        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) + 1e-6, path
