@@ -8,12 +8,12 @@ from train.pretrain import PretrainConfig
 
 
 def config() -> PretrainConfig:
-    tasks = ((nano.COUNTDOWN, 1.0),) * 3 + ((nano.FROZEN_LAKE, 0.8),)
+    tasks = ((nano.COUNTDOWN, 1.0), (nano.FROZEN_LAKE, 0.9))
     return replace(
         nano.config(),
         out="runs/nano_solver",
         checkpoint=None,
         data=Transcripts(tasks=tasks, count=10_000_000),
-        steps=1500,
+        steps=3000,
         lr=5e-3,
     )

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from k3jax.config import ConfigError
-from k3jax.safetensors_io import CheckpointError
+from k3jax.weights.reader import CheckpointError
 
 Config = TypeVar("Config")
 

@@ -19,7 +19,7 @@ import numpy as np
 from grain.experimental import FirstFitPackIterDataset
 
 from k3jax.chat import encode_chat_with_roles
-from k3jax.chat_messages import ROLES
+from k3jax.chat.messages import ROLES
 from k3jax.config import ConfigError
 from k3jax.tokenizer import Tokenizer
 from train.config import RunError, TrainConfig, require_whole

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from k3jax.chat import encode_chat
-from k3jax.chat_format import stop_token_ids
-from k3jax.chat_parser import parse_completion
+from k3jax.chat.format import stop_token_ids
+from k3jax.chat.parser import parse_completion
 from k3jax.lora import Adapters
 from k3jax.sampling import Sampler, SamplingParams
 from k3jax.tokenizer import Tokenizer

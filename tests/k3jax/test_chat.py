@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3jax.chat import ROLES, chat_segments, encode_chat, encode_chat_with_roles
-from k3jax.chat_format import ChatError, parse_tag
+from k3jax.chat import chat_segments, encode_chat, encode_chat_with_roles
+from k3jax.chat.format import ChatError, parse_tag
+from k3jax.chat.messages import ROLES
 from k3jax.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "chat_encoding"

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3jax.chat import encode_chat, encode_chat_with_roles
-from k3jax.chat_format import stop_token_ids
-from k3jax.chat_parser import (
+from k3jax.chat.format import stop_token_ids
+from k3jax.chat.parser import (
     ArgumentsDelta,
     ChatParser,
     ContentDelta,

@@ -11,7 +11,7 @@ import pytest
 
 from configs import k3, kimi_linear_48b
 from k3jax.config import ConfigError, K3Config
-from k3jax.weights_inspect import count_parameters
+from k3jax.weights.inspect import count_parameters
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = ["k3_text_tiny", "kimi_linear_tiny", "k3_mxfp4_tiny", "vision_tiny"]

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from k3jax.lora import Adapters, LoRAConfig, Placed
-from k3jax.lora_merge import _merge_dense, _over_matrices, merge
+from k3jax.lora.merge import _merge_dense, _over_matrices, merge
 from k3jax.moe import PackedExpertLinear
 
 B, T = 2, 8

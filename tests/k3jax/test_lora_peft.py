@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from k3jax.linear import LoRAParam
 from k3jax.lora import Adapters, LoRAConfig, Placed
-from k3jax.lora_peft import CONFIG, WEIGHTS, AdapterError, load, save
-from k3jax.lora_targets import projections, shortest_targets
+from k3jax.lora.peft import CONFIG, WEIGHTS, AdapterError, load, save
+from k3jax.lora.targets import projections, shortest_targets
 
 CASE = Path(__file__).parents[1] / "golden" / "k3_text_tiny"
 PEFT = CASE / "lora_peft"

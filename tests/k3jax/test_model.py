@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from k3jax.layer import Residuals
 from k3jax.packing import Packing
-from k3jax.tensor_names import Spelling, TensorNames
-from k3jax.weights import abstract, gather, load, official_specs
+from k3jax.weights.checkpoint import abstract, gather, load, official_specs
+from k3jax.weights.names import Spelling, TensorNames
 
 TINY = ("k3_text_tiny", "kimi_linear_tiny")
 LOGITS = {"k3_text_tiny": (3e-4, 2e-5), "kimi_linear_tiny": (5e-5, 5e-6), "k3_mxfp4_tiny": (3e-4, 2e-5)}

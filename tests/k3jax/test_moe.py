@@ -12,7 +12,7 @@ from k3jax.config import MoEConfig
 from k3jax.mlp import gated_activation
 from k3jax.moe import LatentMoE
 from k3jax.packing import Packing
-from k3jax.quant import pack, unpack
+from k3jax.weights.quant import pack, unpack
 
 B, T, D = 2, 12, 32
 CLOSE = {"rtol": 0, "atol": 1e-5}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from k3jax.quant import pack, unpack
+from k3jax.weights.quant import pack, unpack
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -13,11 +13,11 @@ from safetensors.numpy import load_file
 
 from k3jax import sampling
 from k3jax.config import K3Config, KDAConfig, MLAConfig, MoEConfig
-from k3jax.distribution import Shape, draw, reshape, row_keys
 from k3jax.linear import LoRAParam
 from k3jax.lora import Adapters, LoRAConfig
 from k3jax.model import K3
 from k3jax.sampling import Sampler, SamplingParams, replay
+from k3jax.sampling.distribution import Shape, draw, reshape, row_keys
 from k3jax.tokenizer import Tokenizer
 from k3jax.weights import load
 

@@ -8,10 +8,10 @@ import pytest
 
 from configs import k3, kimi_linear_48b
 from k3jax.config import K3Config
-from k3jax.safetensors_io import read_folder
-from k3jax.safetensors_write import Spec
-from k3jax.tensor_names import Spelling, TensorNames, is_mtp, spelling_of
-from k3jax.weights import abstract, official_specs, stored_config
+from k3jax.weights.checkpoint import abstract, official_specs, stored_config
+from k3jax.weights.names import Spelling, TensorNames, is_mtp, spelling_of
+from k3jax.weights.reader import read_folder
+from k3jax.weights.writer import Spec
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OLDER = Spelling(residual=".proj_weight", residual_row=False)

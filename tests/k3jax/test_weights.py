@@ -26,11 +26,11 @@ from safetensors import deserialize
 from k3jax import weights
 from k3jax.config import K3Config
 from k3jax.model import K3
-from k3jax.safetensors_io import DTYPES, INDEX, CheckpointError, dtype_name, read_folder
-from k3jax.safetensors_write import Spec, write_folder
-from k3jax.tensor_names import Spelling, TensorNames
 from k3jax.weights import load, save
-from k3jax.weights_cli import main
+from k3jax.weights.__main__ import main
+from k3jax.weights.names import Spelling, TensorNames
+from k3jax.weights.reader import DTYPES, INDEX, CheckpointError, dtype_name, read_folder
+from k3jax.weights.writer import Spec, write_folder
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -649,9 +649,9 @@ def test_inspecting_reads_headers_and_counts_by_part(tmp_path: Path, capsys: Any
 SHARDED_LOAD = """
 import jax, numpy as np, sys
 from k3jax import safetensors_io
-from k3jax.safetensors_io import read_folder
+from k3jax.weights.reader import read_folder
 from k3jax.sharding import TRAIN, make_mesh
-from k3jax.tensor_names import Spelling, TensorNames
+from k3jax.weights.names import Spelling, TensorNames
 from k3jax.weights import load, save
 from flax import nnx
 
@@ -679,7 +679,7 @@ from pathlib import Path
 import jax
 from flax import nnx
 from k3jax.weights import load
-from k3jax.weights_convert import convert
+from k3jax.weights.convert import convert
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()

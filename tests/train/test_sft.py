@@ -10,7 +10,7 @@ import pytest
 
 from k3jax.config import ConfigError
 from k3jax.lora import Adapters, LoRAConfig
-from k3jax.lora_peft import load as load_peft
+from k3jax.lora.peft import load as load_peft
 from k3jax.weights import load
 from train.adapter import load_subject
 from train.config import load_config

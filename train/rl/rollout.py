@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 
 from k3jax.chat import encode_chat, encode_chat_with_roles
-from k3jax.chat_format import ChatError, stop_token_ids
-from k3jax.chat_parser import parse_completion
+from k3jax.chat.format import ChatError, stop_token_ids
+from k3jax.chat.parser import parse_completion
 from k3jax.sampling import Sample, Sampler, SamplingParams
 from k3jax.tokenizer import Tokenizer
 from train.rl.env import Episode, Message

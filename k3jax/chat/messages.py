@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from k3jax.chat_format import (
+from k3jax.chat.format import (
     CLOSE,
     END_OF_MESSAGE,
     IMAGE_PLACEHOLDER,

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from k3jax.distribution import Shape
-from k3jax.sampling_params import Routes, Sample, SamplingParams
-from k3jax.sampling_sessions import Session
-from k3jax.sampling_steps import Block, Drawing, Prefilled
-from k3jax.sampling_text import StopText
+from k3jax.sampling.distribution import Shape
+from k3jax.sampling.params import Routes, Sample, SamplingParams
+from k3jax.sampling.sessions import Session
+from k3jax.sampling.steps import Block, Drawing, Prefilled
+from k3jax.sampling.text import StopText
 
 SMALLEST_STOP_IDS = 8
 

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 from k3jax.model import K3
-from k3jax.sampling_drafts import Draft, Prompt, adapter_rows, bucket, drawing
-from k3jax.sampling_params import Sample, SamplingParams, replay
-from k3jax.sampling_sessions import Session, SessionStore, row_bytes
-from k3jax.sampling_steps import BLOCK, Rows, decode, fork, prefill, start
-from k3jax.sampling_text import StopText
-from k3jax.sampling_weights import LiveWeights, Look
+from k3jax.sampling.drafts import Draft, Prompt, adapter_rows, bucket, drawing
+from k3jax.sampling.live import LiveWeights, Look
+from k3jax.sampling.params import Sample, SamplingParams, replay
+from k3jax.sampling.sessions import Session, SessionStore, row_bytes
+from k3jax.sampling.steps import BLOCK, Rows, decode, fork, prefill, start
+from k3jax.sampling.text import StopText
 from k3jax.tokenizer import Tokenizer
 
 __all__ = ["Sample", "Sampler", "SamplingParams", "Session", "replay"]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from k3jax.config import K3Config
-from k3jax.safetensors_io import INDEX, SINGLE, read_folder
-from k3jax.safetensors_write import Spec
-from k3jax.tensor_names import Parameter, Spelling, TensorNames, is_mtp
-from k3jax.weights import abstract, official_specs, stored_config
+from k3jax.weights.checkpoint import abstract, official_specs, stored_config
+from k3jax.weights.names import Parameter, Spelling, TensorNames, is_mtp
+from k3jax.weights.reader import INDEX, SINGLE, read_folder
+from k3jax.weights.writer import Spec
 
 _VISION = ("vision tower", "projector")
 _MTP = "multi-token prediction"

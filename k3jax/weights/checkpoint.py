@@ -8,7 +8,6 @@
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,11 +26,11 @@ from jax.sharding import Mesh, NamedSharding
 from k3jax.config import K3Config
 from k3jax.model import K3
 from k3jax.progress import Progress
-from k3jax.safetensors_io import DTYPES, CheckpointError, Reader, Tensor, dtype_name, read_folder
-from k3jax.safetensors_write import Spec, write_folder
 from k3jax.sharding import TRAIN, Rules, shardings
-from k3jax.tensor_names import Location, Parameter, Spelling, TensorNames, is_mtp, spelling_of
-from k3jax.weights_match import match
+from k3jax.weights.match import match
+from k3jax.weights.names import Location, Parameter, Spelling, TensorNames, is_mtp, spelling_of
+from k3jax.weights.reader import DTYPES, CheckpointError, Reader, Tensor, dtype_name, read_folder
+from k3jax.weights.writer import Spec, write_folder
 
 MAX_SHARD_BYTES = 5_000_000_000
 _PIECE = 1 << 30  # bytes of a stack gathered on the host for an accelerator, or one layer if that is more
@@ -278,9 +277,3 @@ def _official(p: Parameter, value: np.ndarray, spec: Spec) -> np.ndarray:
     if value.size != prod(spec.shape):
         value = np.pad(value, (0, spec.shape[0] - value.size))
     return value.reshape(spec.shape)
-
-
-if __name__ == "__main__":
-    from k3jax.weights_cli import main
-
-    sys.exit(main())

@@ -21,11 +21,11 @@ from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from k3jax.config import K3Config
-from k3jax.lora import Adapters, LoRAConfig, Placed
-from k3jax.lora_peft_config import CONFIG, AdapterError, read_config, written_config
-from k3jax.lora_targets import Projection, ends_with, projections, shortest_targets
-from k3jax.safetensors_io import CheckpointError, Reader, Tensor, read_header
-from k3jax.tensor_names import PREFIX, Spelling
+from k3jax.lora.adapters import Adapters, LoRAConfig, Placed
+from k3jax.lora.peft_config import CONFIG, AdapterError, read_config, written_config
+from k3jax.lora.targets import Projection, ends_with, projections, shortest_targets
+from k3jax.weights.names import PREFIX, Spelling
+from k3jax.weights.reader import CheckpointError, Reader, Tensor, read_header
 
 HEAD = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from k3jax.sampling_params import Routes
-from k3jax.sampling_steps import Rows, load, save
+from k3jax.sampling.params import Routes
+from k3jax.sampling.steps import Rows, load, save
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from k3jax.cache import Cache, KDAState, MLAState
-from k3jax.distribution import Shape, draw, row_keys
 from k3jax.model import Output
-from k3jax.sampling_params import MAX_TOP_LOGPROBS
+from k3jax.sampling.distribution import Shape, draw, row_keys
+from k3jax.sampling.params import MAX_TOP_LOGPROBS
 
 BLOCK = 32  # decode steps per call
 

@@ -15,7 +15,7 @@ from flax import nnx
 from k3jax.linear import Embedding, Linear
 from k3jax.model import K3
 from k3jax.moe import ExpertLinear, PackedExpertLinear
-from k3jax.tensor_names import PREFIX
+from k3jax.weights.names import PREFIX
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "attention": tuple(f"self_attn.{n}_proj" for n in "q k v o b g g_a g_b f_a f_b q_a q_b kv_b".split())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from k3jax.sampling_sessions import Session
+    from k3jax.sampling.sessions import Session
 
 MAX_TOP_LOGPROBS = 20
 
@@ -17,7 +17,7 @@ Routes = tuple[np.ndarray | None, ...]  # per stack of layers: experts [layers, 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt. See `k3jax.distribution.reshape` for what the filters keep.
+    """How to continue a prompt. See `k3jax.sampling.distribution.reshape` for what the filters keep.
 
     seed         the tokens of sample i depend on (seed, i), the prompt and the weights only; None: the Sampler picks one
     stop_ids     ids that end a sample; the one drawn is the sample's last id (it has a logprob to train on)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from k3jax.lora import LoRAConfig
-from k3jax.lora_targets import ends_with, spellings
+from k3jax.lora.adapters import LoRAConfig
+from k3jax.lora.targets import ends_with, spellings
 
 CONFIG = "adapter_config.json"
 

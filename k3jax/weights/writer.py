@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k3jax.safetensors_io import DTYPES, INDEX, SINGLE, CheckpointError, as_bytes, dtype_name, read_index
+from k3jax.weights.reader import DTYPES, INDEX, SINGLE, CheckpointError, as_bytes, dtype_name, read_index
 
 STAGING = ".saving-"
 

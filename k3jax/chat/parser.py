@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from k3jax.chat_format import Markers, parse_tag, stop_token_ids
+from k3jax.chat.format import Markers, parse_tag, stop_token_ids
 from k3jax.tokenizer import StreamDecoder, Tokenizer
 
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from k3jax.config import K3Config
 from k3jax.progress import Progress
-from k3jax.safetensors_io import DTYPES, INDEX, CheckpointError, Reader, Tensor, read_folder
-from k3jax.safetensors_write import Spec, write_folder
-from k3jax.tensor_names import TensorNames
-from k3jax.weights import MAX_SHARD_BYTES, abstract, rebias, stored_config
-from k3jax.weights_match import match
+from k3jax.weights.checkpoint import MAX_SHARD_BYTES, abstract, rebias, stored_config
+from k3jax.weights.match import match
+from k3jax.weights.names import TensorNames
+from k3jax.weights.reader import DTYPES, INDEX, CheckpointError, Reader, Tensor, read_folder
+from k3jax.weights.writer import Spec, write_folder
 from pallas_kernels.mxfp4 import dequantize, quantize
 
 Format = Literal["bf16", "mxfp4"]
@@ -45,7 +45,7 @@ def convert(
     """Writes the checkpoint in `source` to the folder `target`.
 
     to          form of the routed experts, everything else then in the release's bf16 or fp32; None keeps all
-    dtypes scale_bias  exponent bias of the MXFP4 scales read (k3jax.weights.load); those written have 127
+    dtypes scale_bias  exponent bias of the MXFP4 scales read (k3jax.weights.checkpoint.load); those written have 127
 
     Other files of the folder (tokenizer, …) are copied. Raises CheckpointError if the source does not fit its
     config.

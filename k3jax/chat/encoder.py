@@ -10,8 +10,8 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from jaxtyping import Bool, Int8, Int32
 
-from k3jax.chat_format import ChatError, MissingFieldError, UnsupportedEffortError
-from k3jax.chat_messages import (
+from k3jax.chat.format import ChatError, MissingFieldError, UnsupportedEffortError
+from k3jax.chat.messages import (
     ROLES,
     Message,
     Segment,

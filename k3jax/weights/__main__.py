@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from k3jax.weights import MAX_SHARD_BYTES
+from k3jax.weights.checkpoint import MAX_SHARD_BYTES
 
 _EXAMPLES = """examples:
   python -m k3jax.weights inspect Kimi-K3                     what a checkpoint holds, from its headers
@@ -69,13 +69,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    from k3jax.weights_inspect import report
+    from k3jax.weights.inspect import report
 
     print(report(args.path))
 
 
 def _convert(args: argparse.Namespace) -> None:
-    from k3jax.weights_convert import convert
+    from k3jax.weights.convert import convert
 
     convert(args.source, args.target, args.to, max_shard_bytes=args.shard_size, scale_bias=args.scale_bias)
 
@@ -87,3 +87,7 @@ def _size(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
     return size
+
+
+if __name__ == "__main__":
+    sys.exit(main())

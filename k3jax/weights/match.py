@@ -5,8 +5,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from k3jax.safetensors_io import CheckpointError, Reader, Tensor
-from k3jax.tensor_names import Location, Parameter, Path, TensorNames, is_mtp, spelling_of
+from k3jax.weights.names import Location, Parameter, Path, TensorNames, is_mtp, spelling_of
+from k3jax.weights.reader import CheckpointError, Reader, Tensor
 
 _LISTED = 10  # faults of one kind shown in full
 _CANDIDATES = 200  # names compared with a faulty one

@@ -23,9 +23,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from k3jax.linear import LoRAOwners, LoRAPool
-from k3jax.lora_targets import ALL, GROUPS, Projection, ends_with, expand, matches, projections
+from k3jax.lora.targets import ALL, GROUPS, Projection, ends_with, expand, matches, projections
 from k3jax.model import K3
-from k3jax.safetensors_io import as_bytes
+from k3jax.weights.reader import as_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

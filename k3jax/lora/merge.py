@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from k3jax.lora import Adapters
+from k3jax.lora.adapters import Adapters
 from k3jax.moe import PackedExpertLinear
-from k3jax.quant import pack, unpack
+from k3jax.weights.quant import pack, unpack
 
 
 @dataclass(frozen=True)

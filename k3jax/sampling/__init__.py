@@ -1,0 +1,15 @@
+"""Generation: prefill once per prompt, fork for n samples, decode on the device.
+
+    sampler       the Sampler
+    params        what a request asks for, what it gets
+    drafts        a request while it is answered
+    sessions      kept prefixes
+    steps distribution  the compiled programs; the distribution that is drawn from
+    text          stop strings
+    live          weights that training changes between calls
+"""
+
+from k3jax.sampling.params import Sample as Sample
+from k3jax.sampling.params import SamplingParams as SamplingParams
+from k3jax.sampling.params import replay as replay
+from k3jax.sampling.sampler import Sampler as Sampler
