@@ -11,12 +11,12 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from k3jax import sampling
 from k3jax.config import K3Config, KDAConfig, MLAConfig, MoEConfig
 from k3jax.linear import LoRAParam
 from k3jax.lora import Adapters, LoRAConfig
 from k3jax.model import K3
 from k3jax.sampling import Sampler, SamplingParams, replay
+from k3jax.sampling import sampler as sampler_file
 from k3jax.sampling.distribution import Shape, draw, reshape, row_keys
 from k3jax.tokenizer import Tokenizer
 from k3jax.weights import load
@@ -220,13 +220,13 @@ def test_samples_of_a_request_do_not_depend_on_its_neighbours():
 
 
 def test_n_samples_share_one_prefill_and_each_has_its_own_seed(monkeypatch):
-    shapes, real = [], sampling.prefill
+    shapes, real = [], sampler_file.prefill
 
     def spy(graphdef, state, rows, ids, *args, **settings):
         shapes.append(ids.shape)
         return real(graphdef, state, rows, ids, *args, **settings)
 
-    monkeypatch.setattr(sampling, "prefill", spy)
+    monkeypatch.setattr(sampler_file, "prefill", spy)
     sampler = new_sampler()
     (four,) = sampler.generate([IDS[:14]], SamplingParams(max_tokens=12, seed=7, n=4))
     assert shapes == [(1, 16)]

@@ -23,9 +23,9 @@ import pytest
 from flax import nnx
 from safetensors import deserialize
 
-from k3jax import weights
 from k3jax.config import K3Config
 from k3jax.model import K3
+from k3jax.weights import checkpoint as weights
 from k3jax.weights import load, save
 from k3jax.weights.__main__ import main
 from k3jax.weights.names import Spelling, TensorNames
@@ -648,7 +648,7 @@ def test_inspecting_reads_headers_and_counts_by_part(tmp_path: Path, capsys: Any
 
 SHARDED_LOAD = """
 import jax, numpy as np, sys
-from k3jax import safetensors_io
+from k3jax.weights import reader
 from k3jax.weights.reader import read_folder
 from k3jax.sharding import TRAIN, make_mesh
 from k3jax.weights.names import Spelling, TensorNames
@@ -656,12 +656,12 @@ from k3jax.weights import load, save
 from flax import nnx
 
 read = {}
-original = safetensors_io.Reader.read_into
+original = reader.Reader.read_into
 def counting(self, out, tensor, *rest):
     n = original(self, out, tensor, *rest)
     read[tensor.file, tensor.start] = read.get((tensor.file, tensor.start), 0) + n
     return n
-safetensors_io.Reader.read_into = counting
+reader.Reader.read_into = counting
 
 source, target, expert, tensor = sys.argv[1:]
 model = load(source, mesh=make_mesh(fsdp=2, expert=int(expert), tensor=int(tensor)))
