@@ -1,5 +1,4 @@
-"""A rank-8 LoRA from preferences, on the model that configs/tiny.py trains. A line of the data is
-{"messages": [...], "chosen": {"role": "assistant", "content": "..."}, "rejected": {...}}."""
+"""A rank-8 LoRA on nano from preferences: right Countdown answers over wrong ones."""
 
 from k3jax.lora import LoRAConfig
 from train.data import Pairs
@@ -9,10 +8,10 @@ from train.dpo import DPOConfig
 def config() -> DPOConfig:
     return DPOConfig(
         out="runs/dpo_tiny",
-        checkpoint="runs/tiny/model",
+        checkpoint="configs/nano",
         adapter=LoRAConfig(rank=8, alpha=16),
-        data=Pairs(path="pairs.jsonl"),
-        steps=50,
+        data=Pairs(path="configs/samples/pairs.jsonl"),
+        steps=40,
         lr=1e-3,
         rows=4,
         row_length=256,

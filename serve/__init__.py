@@ -1,1 +1,1 @@
-"""Serving: engine, caches and servers on top of `k3jax.sampling`. Nothing here yet; see docs/roadmap.md."""
+"""Serving on top of `k3jax.sampling`: the engine with its caches, and the servers. Nothing is here yet."""

@@ -6,8 +6,8 @@ from train.config import command_line
 from train.rl.loop import RLConfig, train_rl
 
 EXAMPLES = (
-    "python -m train.rl configs/rl_tiny.py",
-    "python -m train.rl configs/rl_tiny.py lr=1e-3 loss=ppo environment.reward=composite",
+    "python -m train.rl configs/nano_countdown.py",
+    "python -m train.rl configs/nano_countdown.py lr=1e-3 loss=ppo environment.reward=composite",
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Reinforcement learning of a LoRA adapter: rollouts in groups, standardised advantages, one optimizer step per batch.
 
-    train_rl(config)            # or: python -m train.rl configs/rl_tiny.py
+    train_rl(config)            # or: python -m train.rl configs/nano_countdown.py
 """
 
 import logging
