@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from jaxtyping import Bool, Int8, Int32
 
-from k3jax.chat.format import ChatError, MissingFieldError, UnsupportedEffortError
+from k3jax.chat.format import ChatError, Markers, MissingFieldError, UnsupportedEffortError
 from k3jax.chat.messages import (
     ROLES,
     Message,
@@ -107,11 +107,11 @@ def chat_segments(
 def encode_chat(
     tokenizer: Tokenizer, messages: Sequence[Message], **options: Unpack[ChatOptions]
 ) -> list[int]:
-    """Token ids of a conversation; see chat_segments for the messages and options."""
-    ids: list[int] = []
-    for segment in chat_segments(messages, **options):
-        ids += tokenizer.encode(segment.text, segment.allow_special)
-    return ids
+    """Token ids of a conversation; see chat_segments for the messages and options.
+
+    Raises ChatError also if the tokenizer has no markers of this format (`Markers.of`).
+    """
+    return list(itertools.chain.from_iterable(_pieces(tokenizer, chat_segments(messages, **options))))
 
 
 def encode_chat_with_roles(
@@ -123,7 +123,7 @@ def encode_chat_with_roles(
     think, or of response without thinking) up to and including <|end_of_msg|>.
     """
     segments = chat_segments(messages, **options)
-    pieces = [tokenizer.encode(segment.text, segment.allow_special) for segment in segments]
+    pieces = _pieces(tokenizer, segments)
     lengths = [len(piece) for piece in pieces]
 
     def per_token(values: list[int] | list[bool], dtype: type) -> np.ndarray:
@@ -135,6 +135,12 @@ def encode_chat_with_roles(
         message=per_token([-1 if s.message is None else s.message for s in segments], np.int32),
         generated=per_token([segment.generated for segment in segments], np.bool_),
     )
+
+
+def _pieces(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[list[int]]:
+    """The ids of each segment."""
+    Markers.of(tokenizer)
+    return [tokenizer.encode(segment.text, segment.allow_special) for segment in segments]
 
 
 def _write_conversation(writer: SegmentWriter, messages: Sequence[Message], thinking: bool) -> None:

@@ -48,7 +48,14 @@ class Markers:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
-        return cls(*(tokenizer.special_id(name) for name in (OPEN, CLOSE, SEP, END_OF_MESSAGE)))
+        """Raises ChatError for a tokenizer to which a marker is a text like any other: its model has another format."""
+        names = (OPEN, CLOSE, SEP, END_OF_MESSAGE)
+        if missing := [name for name in names if name not in tokenizer.special_tokens]:
+            raise ChatError(
+                f"This tokenizer has no special tokens {', '.join(missing)}: its model knows another chat format than "
+                "Kimi K3's, or none. Use the tokenizer of a K3 checkpoint, or give token ids instead of messages."
+            )
+        return cls(*map(tokenizer.special_id, names))
 
 
 def stop_token_ids(tokenizer: Tokenizer) -> list[int]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from k3jax.chat import chat_segments, encode_chat, encode_chat_with_roles
 from k3jax.chat.format import ChatError, parse_tag
 from k3jax.chat.messages import ROLES
+from k3jax.chat.parser import ChatParser
 from k3jax.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "chat_encoding"
@@ -65,6 +66,15 @@ def test_errors_are_of_the_official_type_and_explain_themselves(case):
 def test_what_the_format_cannot_express_is_refused(messages, given, message):
     with pytest.raises(ChatError, match=message):
         chat_segments(messages, **given)
+
+
+def test_the_tokenizer_of_a_model_with_another_format_is_refused():
+    ranks = {bytes([i]): i for i in range(256)}
+    other = Tokenizer.from_ranks(ranks, {"<|open|>": 256, "<|sep|>": 257, "<|im_end|>": 258})
+    messages = [{"role": "user", "content": "hi"}]
+    for call in (encode_chat, encode_chat_with_roles, lambda tokenizer, _: ChatParser(tokenizer)):
+        with pytest.raises(ChatError, match=r"no special tokens <\|close\|>, <\|end_of_msg\|>: its model knows another"):
+            call(other, messages)
 
 
 def test_what_the_reference_leaves_out_is_logged(caplog):
