@@ -13,7 +13,7 @@ from k3jax.model import K3
 from k3jax.tokenizer import RANKS_FILE, Tokenizer
 from k3jax.weights import load
 from train.config import TrainConfig
-from train.optim import adamw
+from train.optim import adamw, in_columns
 from train.step import Objective, Trainer
 
 
@@ -41,8 +41,11 @@ class Subject:
         return self.adapters.id(self.name)
 
     def trainer(self, objective: Callable[[int], Objective], config: AdapterConfig) -> Trainer:
-        """A trainer of the adapter; `objective` is made for its id."""
-        return Trainer(self.model, LoRAParam, objective(self.adapter), config, adamw)
+        """A trainer of the adapter, and of no other on the model; `objective` is made for its id."""
+        columns = self.adapters[self.name].columns
+        return Trainer(
+            self.model, LoRAParam, objective(self.adapter), config, lambda c, weights: in_columns(adamw(c, weights), columns)
+        )
 
     def save(self, config: AdapterConfig) -> Path:
         folder = Path(config.out) / "adapter"

@@ -1,14 +1,15 @@
-"""Optimizers: AdamW, and per-head Muon for matrices with AdamW for the rest; cosine schedule with warm-up.
+"""Optimizers: AdamW, and per-head Muon for matrices with AdamW for the rest; one adapter of many; cosine schedule.
 
 Weights are flat dicts, path -> fp32 array, as train.step keeps them.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float32
@@ -75,6 +76,21 @@ def muon(config: TrainConfig, weights: Weights, heads: Mapping[str, int]) -> opt
         return whole, {"muon": of_muon, "adamw": of_adamw}
 
     return optax.GradientTransformation(init, update)
+
+
+def in_columns(transform: optax.GradientTransformation, columns: Sequence[int]) -> optax.GradientTransformation:
+    """`transform` for one adapter of many: rank columns of LoRA pools that are not its own keep their bits, weight decay or
+    not."""
+
+    def own(path: str, update: Array) -> Array:
+        mine = np.isin(np.arange(update.shape[-1 if path.endswith("lora/a") else -2]), columns)
+        return jnp.where(mine if path.endswith("lora/a") else mine[:, None], update, 0)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = transform.update(updates, state, params)
+        return {path: own(path, u) for path, u in cast(Any, updates).items()}, state
+
+    return optax.GradientTransformation(transform.init, update)
 
 
 def heads_of(model: nnx.Module) -> dict[str, int]:

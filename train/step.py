@@ -57,7 +57,8 @@ class State:
 
 
 class Trainer:
-    """Trains the variables of one type in a model. The model always holds the latest weights.
+    """Trains the variables of one type in a model. The model always holds the latest weights; what others change there
+    between steps (they add an adapter, say) is taken over.
 
     kind       type of the variables to train: nnx.Param (all weights) or k3jax.linear.LoRAParam
     objective  see Sums; a traced function of the model and a micro-batch
@@ -67,9 +68,9 @@ class Trainer:
     def __init__(
         self, model: Any, kind: type, objective: Objective, config: TrainConfig, optimizer: Optimizer, *, balance: bool = False
     ):
-        graphdef, trained, biases, frozen = nnx.split(model, kind, Balance if balance else (), ...)
-        self.model = model
-        self._trained, self._biases, self._frozen = _Names(trained), _Names(biases), frozen
+        self.model, self._filters = model, (kind, Balance if balance else ())
+        graphdef, trained, biases, self._frozen = nnx.split(model, *self._filters, ...)
+        self._trained, self._biases = _Names(trained), _Names(biases)
         weights = {path: w.astype(jnp.float32) for path, w in self._trained.arrays(trained).items()}
         if not weights:
             raise TrainingError(f"The model has no {kind.__name__} to train.")
@@ -80,6 +81,7 @@ class Trainer:
             jax.jit(transform.init)(weights),
             jnp.zeros((), jnp.int32),
         )
+        self._shown = self._trained.arrays(trained)  # what the model holds, unless others changed it
         self.max_refused, self._refused_in_a_row = config.max_refused, 0
         merge = partial(_merge, graphdef, self._trained, self._biases)
         add = partial(_add, merge, objective)
@@ -94,6 +96,7 @@ class Trainer:
 
         Raises TrainingError after `max_refused` refused steps in a row.
         """
+        self._take_over()
         sums = self._zeros(batch[0])
         for micro in batch:
             sums = self._add(sums, self.state.weights, self.state.biases, self._frozen, micro)
@@ -124,8 +127,18 @@ class Trainer:
             self._empty = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
         return self._empty()
 
+    def _take_over(self) -> None:
+        """Arrays are immutable: a weight has changed if and only if its variable holds another one than was put there."""
+        _, trained, _, self._frozen = nnx.split(self.model, *self._filters, ...)
+        changed = {path: w for path, w in self._trained.arrays(trained).items() if w is not self._shown[path]}
+        if changed:
+            copies = {path: jnp.array(w, jnp.float32, copy=True) for path, w in changed.items()}
+            self.state = replace(self.state, weights={**self.state.weights, **copies})
+
     def _update_model(self) -> None:
-        nnx.update(self.model, self._trained.state(self.state.weights), self._biases.state(self.state.biases))
+        trained = self._trained.state(self.state.weights)
+        self._shown = self._trained.arrays(trained)
+        nnx.update(self.model, trained, self._biases.state(self.state.biases))
 
 
 class _Names:

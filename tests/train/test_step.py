@@ -11,6 +11,8 @@ from flax import nnx
 
 from k3jax.linear import LoRAParam
 from k3jax.lora import Adapters, LoRAConfig
+from k3jax.lora.peft import load, save
+from train.adapter import Subject
 from train.config import TrainConfig
 from train.loss import loss_named
 from train.objective import TokenObjective
@@ -177,20 +179,62 @@ def test_the_loss_is_the_mean_over_tokens_with_weight(whole, two_layers):
     assert figures[0]["tokens"] == 21
 
 
-def test_an_adapter_trains_alone(two_layers):
-    """Base weights, router biases and the columns of other adapters keep their bits."""
+@pytest.fixture
+def two_adapters(two_layers):
+    """A model with adapters `other` and `mine` and room for one more; a trainer of `mine` with weight decay."""
     model = new_model(two_layers, 0)
     adapters = Adapters(model, columns=6, targets=("attention", "mlp", "shared_experts"))
     lora = LoRAConfig(rank=2, alpha=4, targets=("attention", "mlp"))
-    other, mine = adapters.add("other", lora, seed=1), adapters.add("mine", lora, seed=2)
-    objective = TokenObjective(loss_named("cross_entropy"), 12, adapter=mine)
-    trainer = Trainer(model, LoRAParam, objective, replace(CONFIG, lr=1e-1), adamw)
-    base = jax.tree.map(np.array, nnx.state(model, nnx.Not(nnx.OfType(LoRAParam))))
-    kept = [np.array(a) for placed in adapters.read("other") for a in placed[1:]]
+    for seed, name in enumerate(("other", "mine"), 1):
+        adapters.add(name, lora, seed=seed)
+    config = replace(CONFIG, lr=1e-1, weight_decay=0.5)
+    loss = loss_named("cross_entropy")
+    trainer = Subject(model, None, adapters, "mine").trainer(lambda id: TokenObjective(loss, 12, adapter=id), config)
+    return adapters, trainer
+
+
+def test_an_adapter_trains_alone(two_adapters, two_layers):
+    """Base weights, router biases and the columns of other adapters keep their bits."""
+    adapters, trainer = two_adapters
+    everything_else = nnx.Not(nnx.OfType(LoRAParam))
+    base, other = jax.tree.map(np.array, nnx.state(adapters.model, everything_else)), adapters.content_version("other")
     figures = [trainer.step([token_batch(two_layers.vocab_size)]) for _ in range(6)]
     assert figures[5]["loss"] < figures[0]["loss"]
-    for a, b in zip(jax.tree.leaves(base), jax.tree.leaves(nnx.state(model, nnx.Not(nnx.OfType(LoRAParam)))), strict=True):
+    for a, b in zip(jax.tree.leaves(base), jax.tree.leaves(nnx.state(adapters.model, everything_else)), strict=True):
         np.testing.assert_array_equal(a, b)
-    for a, b in zip(kept, [a for placed in adapters.read("other") for a in placed[1:]], strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert other != mine and trainer.state.biases == {}
+    assert adapters.content_version("other") == other
+    assert trainer.state.biases == {}
+
+
+def test_adapters_that_are_loaded_while_another_trains_change_nothing_and_stay(two_adapters, two_layers, tmp_path):
+    adapters, trainer = two_adapters
+    batch = [token_batch(two_layers.vocab_size)]
+    trainer.step(batch)
+    save(adapters, "mine", tmp_path)
+    before = adapters.content_version("mine")
+    for n in range(10):
+        load(adapters, f"copy {n}", tmp_path)
+        if n < 9:
+            adapters.remove(f"copy {n}")
+    assert adapters.content_version("mine") == before
+    trainer.step(batch)
+    assert adapters.content_version("copy 9") == before != adapters.content_version("mine")
+
+
+def test_fifty_small_steps_move_an_adapter_on_a_bf16_model(two_layers):
+    """Were the adapter kept in bf16, whose numbers near 0.1 are 5e-4 apart, 1e-5 would never move it."""
+    bf16 = jnp.dtype(jnp.bfloat16)
+    model = new_model(replace(two_layers, dtype=bf16, param_dtype=bf16), 0)
+    adapters = Adapters(model, columns=2, targets=("mlp",))
+    adapters.add("one", LoRAConfig(rank=2, alpha=4, targets=("mlp",)))
+    objective = TokenObjective(loss_named("cross_entropy"), 12, adapter=1)
+    trainer = Subject(model, None, adapters, "one").trainer(lambda _: objective, replace(CONFIG, lr=1e-5, final_lr=1.0))
+    before = jax.tree.map(np.array, trainer.state.weights)
+    for _ in range(50):
+        trainer.step([token_batch(two_layers.vocab_size)])
+    floats = [x for x in jax.tree.leaves(trainer.state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype for x in floats} == {jnp.dtype("float32")}
+    for path, weight in nnx.to_flat_state(nnx.state(model, LoRAParam)):
+        name = "/".join(map(str, path))
+        moved = np.abs(np.asarray(weight.get_value()) - before[name])
+        assert weight.get_value().dtype == jnp.float32 and 2e-4 < np.median(moved) < 6e-4, name
