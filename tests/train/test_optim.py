@@ -9,7 +9,7 @@ from flax import nnx
 
 from k3jax.weights import abstract
 from train.config import TrainConfig
-from train.optim import BETAS, MUON_MOMENTUM, MUON_RMS, adamw, decays_weight, heads_of, is_matrix, muon, schedule
+from train.optim import BETAS, MUON_MOMENTUM, MUON_RMS, adamw, decays_weight, heads_of, in_columns, is_matrix, muon, schedule
 
 CONFIG = TrainConfig(out="x", steps=100, lr=0.1, rows=1, row_length=8, weight_decay=0.0, warmup=0.0, final_lr=1.0)
 KDA = "model/layers/stacks/1/self_attn"
@@ -94,6 +94,22 @@ def test_weight_decay_spares_norms_biases_and_channels():
         decays = any(part in path for part in ("kernel", "embed_tokens"))
         assert decays_weight(path) == decays
         np.testing.assert_allclose(updates[path], -0.1 * 0.5 * w if decays else 0 * w, atol=1e-6)
+
+
+def test_one_adapter_of_many_moves_its_own_columns_alone():
+    config = TrainConfig(out="x", steps=100, lr=0.1, rows=1, row_length=8, weight_decay=0.5, warmup=0.0, final_lr=1.0)
+    rng = np.random.default_rng(0)
+    weights = {f"{KDA}/q_proj/lora/a": rng.standard_normal((3, 8, 5)), f"{KDA}/q_proj/lora/b": rng.standard_normal((3, 5, 12))}
+    weights = {path: jnp.asarray(w, jnp.float32) for path, w in weights.items()}
+    whole = adamw(config, weights)
+    one = in_columns(whole, (1, 3))
+    for gradients in (weights, jax.tree.map(jnp.zeros_like, weights)):
+        got, _ = one.update(gradients, one.init(weights), weights)
+        want, _ = whole.update(gradients, whole.init(weights), weights)
+        a, b = f"{KDA}/q_proj/lora/a", f"{KDA}/q_proj/lora/b"
+        np.testing.assert_array_equal(got[a][..., [1, 3]], want[a][..., [1, 3]])
+        np.testing.assert_array_equal(got[b][..., [1, 3], :], want[b][..., [1, 3], :])
+        assert not got[a][..., [0, 2, 4]].any() and not got[b][..., [0, 2, 4], :].any()
 
 
 def test_optimizer_state_is_fp32():
