@@ -43,11 +43,12 @@ class TokenObjective:
 def target_logprobs(
     model: Any, batch: MicroBatch, adapter: int, chunk: int, histogram: bool = False
 ) -> tuple[Float32[Array, "B T"], Any]:
-    """Log-probabilities of `targets` after `ids`, and the routing of each stack of layers."""
+    """Log-probabilities of `targets` after `ids`, and the routing of each stack of layers: `picks` where the batch has them
+    (experts that a sampler chose), else the router's choice."""
     ids, segments = batch["ids"], batch["segments"]
     adapters = jnp.full_like(segments, adapter) if adapter else None
     packing = model.packing(ids, segments, adapters=adapters)
-    out = model(ids, segments, adapters=adapters, histogram=histogram)
+    out = model(ids, segments, adapters=adapters, picks=batch.get("picks"), histogram=histogram)
 
     def logits(inputs: Any) -> Float32[Array, "B C V"]:
         hidden, where = inputs

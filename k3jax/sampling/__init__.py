@@ -9,6 +9,7 @@
     live          weights that training changes between calls
 """
 
+from k3jax.sampling.params import Routes as Routes
 from k3jax.sampling.params import Sample as Sample
 from k3jax.sampling.params import SamplingParams as SamplingParams
 from k3jax.sampling.params import replay as replay

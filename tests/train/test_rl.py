@@ -5,8 +5,10 @@ import random
 import shutil
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from k3jax.chat import encode_chat, encode_chat_with_roles
 from k3jax.config import ConfigError
@@ -14,6 +16,7 @@ from k3jax.lora import LoRAConfig
 from k3jax.sampling import Sample, Sampler
 from train.adapter import load_subject
 from train.data import Transcripts
+from train.objective import target_logprobs
 from train.pretrain import PretrainConfig, pretrain
 from train.rl.env import StepResult
 from train.rl.frozen_lake import FrozenLake
@@ -170,6 +173,7 @@ def trajectory(ids, sampled):
     t.ids, t.sampled = ids, sampled
     t.logprobs = [-float(i) if s else 0.0 for i, s in zip(ids, sampled, strict=True)]
     t.raw_logprobs = [2 * p for p in t.logprobs]
+    t.routes = (None, 100 * np.array(ids[:-1])[None, :, None] + np.arange(2))  # of a dense stack, of one with two experts
     return t
 
 
@@ -188,6 +192,9 @@ def test_rows_hold_every_drawn_token_once_with_what_belongs_to_it():
         assert not batch["advantages"][~drawn].any() and not batch["sampling_logprobs"][~drawn].any()
         np.testing.assert_array_equal(batch["raw_logprobs"], 2 * batch["sampling_logprobs"])
         np.testing.assert_array_equal(batch["sampling_logprobs"][drawn], -batch["targets"][drawn].astype(np.float32))
+        dense, picks = batch["picks"]
+        assert dense is None and picks.shape == (1, 2, 16, 2)
+        np.testing.assert_array_equal(picks[0], 100 * batch["ids"][..., None] + np.arange(2))  # padding has id 0
         for row in range(2):
             for s in range(1, batch["segments"][row].max() + 1):
                 at = batch["segments"][row] == s
@@ -231,6 +238,33 @@ def test_a_run_killed_after_step_four_goes_on_with_the_same_rewards_and_losses(w
     lines = [json.loads(line) for line in open(tmp_path / "out" / "metrics.jsonl")]
     assert [{**line, "seconds": 0} for line in lines] == [{**line, "seconds": 0} for line in whole[0]]
     assert [line["seconds"] for line in lines[5:]] != [line["seconds"] for line in whole[0][5:]]
+
+
+def test_the_trainer_replays_the_experts_that_the_sampler_chose(whole, config):
+    """In both turns. Moving the router biases, which pick and never weigh, moves only a trainer that picks for itself."""
+    subject = whole[1]
+    micro = RolloutFeed(subject, config).next(1)[0][0]
+    drawn = micro["weights"] == 1
+    graphdef, state = nnx.split(subject.model)
+
+    @jax.jit
+    def logprobs(state, batch):
+        return target_logprobs(nnx.merge(graphdef, state), batch, subject.adapter, 64)
+
+    def gap(state, batch):
+        return np.abs(np.asarray(logprobs(state, batch)[0]) - micro["raw_logprobs"])[drawn]
+
+    own = {name: value for name, value in micro.items() if name != "picks"}
+    dense, experts = (routing and np.asarray(routing.experts) for routing in logprobs(state, own)[1])
+    valid = micro["segments"] > 0
+    assert dense is None and micro["picks"][0] is None
+    np.testing.assert_array_equal(np.sort(micro["picks"][1][:, valid]), np.sort(experts[:, valid]))
+    assert len(np.unique(np.sort(experts[0, valid]), axis=0)) > 3
+
+    noise = 0.3 * np.random.default_rng(0).standard_normal(subject.model.config.moe.num_experts)
+    shaken = jax.tree.map_with_path(lambda path, a: a + noise if "correction_bias" in str(path) else a, state)
+    assert gap(state, micro).max() < 1e-5 and gap(shaken, micro).max() < 1e-5
+    assert gap(shaken, own).max() > 1e-4
 
 
 def test_groups_without_spread_leave_the_model_alone(whole, config, tmp_path):

@@ -66,14 +66,21 @@ class RLConfig(AdapterConfig):
 
 
 class RolloutFeed:
-    """Batches for train.loop from episodes that the model plays as it is now. The step decides tasks and seeds."""
+    """Batches for train.loop from episodes that the model plays as it is now. The step decides tasks and seeds.
+
+    The trainer replays the experts that the sampler chose: rounding moves some tokens to others, whose log-probabilities
+    differ much more than rounding does.
+    """
 
     def __init__(self, subject: Subject, config: RLConfig):
         assert subject.tokenizer is not None
         self.config, self.subject = config, subject
         most = config.groups * config.group_size
         capacity = config.row_length + 1
-        sampler = Sampler(subject.model, subject.tokenizer, capacity=capacity, max_batch=1 << (most - 1).bit_length())
+        sampler = Sampler(
+            subject.model, subject.tokenizer, capacity=capacity, max_batch=1 << (most - 1).bit_length(),
+            routes=subject.model.config.moe is not None,
+        )
         self.player = Player(
             sampler=sampler, tokenizer=subject.tokenizer, adapter=subject.adapter, capacity=capacity,
             max_turn_tokens=config.max_turn_tokens, max_turns=config.max_turns, temperature=config.temperature,
@@ -158,5 +165,6 @@ def _summary(played: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _reference_logprobs(chunk: int, graphdef: Any, state: nnx.State, batch: MicroBatch) -> jax.Array:
-    """Those of the model without adapter."""
-    return target_logprobs(nnx.merge(graphdef, state), {k: jnp.asarray(v) for k, v in batch.items()}, 0, chunk)[0]
+    """Those of the model without adapter, which chooses its own experts."""
+    batch = {k: jnp.asarray(v) for k, v in batch.items() if k != "picks"}
+    return target_logprobs(nnx.merge(graphdef, state), batch, 0, chunk)[0]

@@ -10,7 +10,7 @@ import numpy as np
 from k3jax.chat import encode_chat, encode_chat_with_roles
 from k3jax.chat.format import ChatError, stop_token_ids
 from k3jax.chat.parser import parse_completion
-from k3jax.sampling import Sample, Sampler, SamplingParams
+from k3jax.sampling import Routes, Sample, Sampler, SamplingParams
 from k3jax.tokenizer import Tokenizer
 from train.rl.env import Episode, Message
 
@@ -26,6 +26,7 @@ class Trajectory:
     sampled: list[bool] = field(default_factory=list)  # per token of ids, as are the next two
     logprobs: list[float] = field(default_factory=list)  # of the distribution drawn from; 0 where not sampled
     raw_logprobs: list[float] = field(default_factory=list)  # of the model at temperature 1
+    routes: Routes | None = None  # experts of the tokens but the last, by position (k3jax.sampling.Sample); None: not known
     reward: float = 0.0  # sum over turns
     turns: int = 0
     done: bool = False
@@ -46,6 +47,7 @@ class Trajectory:
         self.sampled += [True] * len(ids)
         self.logprobs += sample.logprobs[:most]
         self.raw_logprobs += sample.raw_logprobs[:most]
+        self.routes = sample.routes  # those of earlier turns are in it
         self.prompt_tokens += sample.prompt_tokens
         self.cached_tokens += sample.cached_tokens
         return ids
