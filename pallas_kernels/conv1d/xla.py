@@ -26,8 +26,9 @@ def conv1d(
 
 @jax.custom_vjp
 def _convolve(
-    inputs: Float[Array, "B W-1+T D"], weight: Float32[Array, "D W"], reset: Bool[Array, "B T"] | None
+    inputs: Float[Array, "B S D"], weight: Float32[Array, "D W"], reset: Bool[Array, "B T"] | None
 ) -> Float32[Array, "B T D"]:
+    """y in fp32 of the window and the row's tokens in one array, S = W - 1 + T."""
     return jax.nn.silu(_weighted_sum(_taps(inputs, weight.shape[1], reset), weight))
 
 
@@ -52,7 +53,7 @@ _convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
 def _taps(
-    inputs: Float[Array, "B W-1+T D"], W: int, reset: Bool[Array, "B T"] | None
+    inputs: Float[Array, "B S D"], W: int, reset: Bool[Array, "B T"] | None
 ) -> list[Float32[Array, "B T D"]]:
     """Each token's last W inputs in fp32, oldest first, zero where a reset lies between."""
     T = inputs.shape[1] - W + 1
@@ -74,7 +75,7 @@ def _last_inputs(
     W: int,
     reset: Bool[Array, "B T"] | None,
     lengths: Int32[Array, " B"] | None,
-) -> Float[Array, "B W-1 D"]:
+) -> Float[Array, "B {W}-1 D"]:
     """The W - 1 inputs that end at each row's length, zero where a reset follows them."""
 
     def cut(rows: Array) -> Array:
