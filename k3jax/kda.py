@@ -46,7 +46,8 @@ class ShortConv(nnx.Module):
 class KimiDeltaAttention(nnx.Module):
     """Projects to q, k, v, decay and beta, runs the delta rule, gates and projects back.
 
-    `y, state = layer(x)` without a cache; with one, x continues the sequence that `cache` has seen.
+    `y, state = layer(x)` without a cache; with one, x continues the sequence that `cache` has seen. Sums run in fp32; the
+    state is stored in the dtype of the cache, or without one in config.state_dtype.
     """
 
     def __init__(self, config: K3Config, *, rngs: nnx.Rngs):
@@ -106,13 +107,14 @@ class KimiDeltaAttention(nnx.Module):
 
         gate = self.g_proj(x, packing) if self.config.kda.full_rank_gate else self.g_b_proj(self.g_a_proj(x, packing), packing)
         y = self.o_norm(o, gate.reshape(B, T, H, K)).reshape(B, T, H * K)
-        return self.o_proj(y, packing), KDAState(state, jnp.stack(windows, 1))
+        state = KDAState(state.astype(old.recurrent.dtype), jnp.stack(windows, 1).astype(old.conv.dtype))
+        return self.o_proj(y, packing), state
 
     def _empty(self, batch: int) -> KDAState:
         c = self.config.kda
         H, K = c.num_heads, c.head_dim
         return KDAState(
-            jnp.zeros((batch, H, K, K), jnp.float32),
+            jnp.zeros((batch, H, K, K), self.config.state_dtype),
             jnp.zeros((batch, 3, c.conv_width - 1, H * K), self.config.dtype),
         )
 

@@ -1,5 +1,6 @@
 """The KDA module: its gates, and what packing, padding and caches may not change."""
 
+import shutil
 from functools import partial
 
 import jax
@@ -7,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from k3jax.cache import KDAState
 from k3jax.kda import KimiDeltaAttention, log_decay
 from k3jax.packing import Packing
+from k3jax.sharding import make_mesh
+from k3jax.weights import load
 
 B, T, D = 2, 256, 32
 PIECES = (1, 130, 1, 64, 1)
@@ -125,9 +129,96 @@ def test_one_key_makes_one_model_with_decays_in_their_range(make_config, floor):
     assert (np.asarray(a.A_log[...]) >= 0).all() and (np.asarray(a.A_log[...]) <= np.log(16)).all()
 
 
-def test_a_dtype_below_fp32_rounds_no_decay_and_no_beta(make_config):
-    """In a bf16 model the gate parameters and the state stay fp32."""
-    layer = KimiDeltaAttention(make_config(dtype=jnp.dtype("bfloat16"), param_dtype=jnp.dtype("bfloat16")), rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("floor", [-5.0, None], ids=["bounded", "softplus"])
+def test_the_gradients_of_a_decay_are_those_of_its_closed_form_wherever_it_saturates(floor):
+    """In float64: d/dz and d/dA_log for logits from -100 to 100 under rates from 1/16 to 16. A gate that is shut to within
+    the rounding of fp32 has gradient 0."""
+    z = np.linspace(-100, 100, 2001).reshape(1, -1, 1, 1).repeat(3, 2)
+    a_log = np.log([1 / 16, 1, 16])
+    rate = np.exp(a_log)[:, None]
+    with np.errstate(over="ignore"):
+        if floor is None:
+            dz, da = -rate / (1 + np.exp(-z)), -rate * np.logaddexp(0, z)
+        else:
+            slope = floor * rate / ((1 + np.exp(-rate * z)) * (1 + np.exp(rate * z)))
+            dz, da = slope, slope * z
+    weights = 1.0 + (z > 0)  # or A_log's gradient from z would cancel that from -z
+    loss = lambda z, a: jnp.sum(jnp.float32(weights) * log_decay(z, a, floor))  # noqa: E731
+    got = jax.grad(loss, argnums=(0, 1))(jnp.float32(z), jnp.float32(a_log))
+    np.testing.assert_allclose(got[0] / rate, weights * dz / rate, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(got[1], np.sum(weights * da, (0, 1, 3)), rtol=2e-5)
+
+
+BF16 = {"dtype": jnp.dtype("bfloat16"), "param_dtype": jnp.dtype("bfloat16")}
+
+
+@pytest.fixture(scope="module")
+def gated(make_config):
+    """(beta logit, log decay, tokens, state | None) -> the state after tokens with these gates, in a bf16 model.
+
+    The first input is 1 and feeds b_proj alone; f_b_proj is 0, so that dt_bias alone makes the decay.
+    """
+    layer = KimiDeltaAttention(make_config(**BF16), rngs=nnx.Rngs(0))
+    layer.f_b_proj.kernel[...] = jnp.zeros((16, 32), jnp.bfloat16)
+    call = nnx.jit(lambda layer, x, state: layer(x, cache=state)[1].recurrent)
+
+    def run(logit, decay, tokens, recurrent):
+        layer.b_proj.kernel[...] = jnp.zeros((D, 2), jnp.bfloat16).at[0].set(logit)
+        layer.dt_bias[...] = jnp.full(32, jax.scipy.special.logit(decay / -5))
+        x = jnp.asarray(draw((1, tokens, D)).at[..., 0].set(1), jnp.bfloat16)
+        cache = None if recurrent is None else KDAState(recurrent, jnp.zeros((1, 3, 3, 32), jnp.bfloat16))
+        return np.asarray(call(layer, x, cache))
+
+    return run
+
+
+@pytest.mark.parametrize("state", [jnp.zeros((1, 2, 16, 16)), None], ids=["step", "chunk"])
+def test_beta_is_never_rounded_to_bf16(gated, state):
+    """The first write into an empty state is beta k v': a logit of 0.5 writes 0.62246 of what beta = 1 writes; bf16: 0.62109."""
+    share = gated(0.5, -1.0, 1, state) / gated(60.0, -1.0, 1, state)
+    np.testing.assert_allclose(share, 1 / (1 + np.exp(-0.5)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2], ids=["step", "chunk"])
+def test_a_slow_decay_is_never_rounded_to_bf16(gated, tokens):
+    """Without writes (beta = 0) the state forgets 8e-5 per token; in bf16, e^-8e-5 is 1 and it would forget nothing."""
+    state = 1 + jnp.abs(draw((1, 2, 16, 16)))
+    kept = gated(-200.0, np.log(0.99992), tokens, state) / state
+    np.testing.assert_allclose(1 - kept, 1 - 0.99992**tokens, rtol=0, atol=3e-7)
+
+
+def test_in_a_bf16_model_the_parameters_of_the_gates_are_fp32(make_config):
+    layer = KimiDeltaAttention(make_config(**BF16), rngs=nnx.Rngs(0))
     assert {p[...].dtype.name for p in (layer.A_log, layer.dt_bias, layer.o_norm.weight, layer.q_conv1d.weight)} == {"float32"}
-    y, state = nnx.jit(lambda m, x: m(x))(layer, jnp.ones((1, 4, D), jnp.bfloat16))
-    assert y.dtype == jnp.bfloat16 and state.recurrent.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_are_stored_in_the_dtype_that_the_config_names_whatever_the_model_s(make_config, dtype):
+    """fp32 unless named otherwise. A state that is rounded to bf16 at each step still goes on from what it holds."""
+    named = {} if dtype == "float32" else {"state_dtype": jnp.dtype(dtype)}
+    layer = KimiDeltaAttention(make_config(**BF16, **named), rngs=nnx.Rngs(0))
+    run = nnx.jit(lambda m, x, state: m(x, cache=state))
+    x = jnp.asarray(draw((1, 4, D)), jnp.bfloat16)
+    y, state = nnx.jit(lambda m, x: m(x))(layer, x)
+    assert y.dtype == jnp.bfloat16 and state.recurrent.dtype == dtype and state.conv.dtype == jnp.bfloat16
+    _, after = run(layer, x[:, :1], state)
+    assert jax.tree.map(lambda a: a.dtype, after) == jax.tree.map(lambda a: a.dtype, state)
+    wide = KDAState(state.recurrent.astype(jnp.float32), state.conv)
+    np.testing.assert_array_equal(after.recurrent, run(layer, x[:, :1], wide)[1].recurrent.astype(dtype))
+
+
+def test_each_device_of_a_mesh_gets_its_heads_from_a_padded_a_log(golden, tmp_path):
+    """A checkpoint may pad A_log with zeros beyond its heads; split over four devices, each holds one of the four heads."""
+    source = golden / "k3_text_tiny" / "checkpoint"
+    tensors = {name: t for file in source.glob("*.safetensors") for name, t in load_file(file).items()}
+    for name in [name for name in tensors if name.endswith("A_log")]:
+        rates = tensors[name].reshape(-1)
+        tensors[name] = np.pad(np.arange(1, rates.size + 1, dtype=np.float32), (0, 16 - rates.size))
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(source / "config.json", tmp_path)
+    model = load(tmp_path, mesh=make_mesh(fsdp=2, tensor=4))
+    found = [v.get_value() for path, v in nnx.to_flat_state(nnx.state(model)) if path[-1] == "A_log"]
+    assert found
+    for a_log in found:
+        assert {float(shard.data[0, 0]) for shard in a_log.addressable_shards} == {1, 2, 3, 4}
+        assert {shard.data.shape[-1] for shard in a_log.addressable_shards} == {1}
