@@ -111,9 +111,14 @@ def test_every_one_of_896_experts_may_be_hit_or_missed():
 
 
 def test_8192_tokens_with_16_experts_each_go_through_in_one_call():
-    x, w, _ = draw(n=8192 * 16, k=2, m=2, e=32)
+    x, w, g = draw(n=8192 * 16, k=2, m=2, e=32)
     sizes = np.bincount(np.random.default_rng(1).integers(0, 32, len(x)), minlength=32)
     np.testing.assert_allclose(multiply(x, w, int32(sizes)), formula(x, w, sizes), rtol=1e-5, atol=1e-5)
+    dx, dw = gradients(x, w, int32(sizes), g, impl="xla")
+    np.testing.assert_allclose(dx, formula(g, w.swapaxes(1, 2), sizes), rtol=1e-5, atol=1e-5)
+    for e, span in enumerate(spans(sizes)):
+        expected = np.asarray(x[span], np.float64).T @ np.asarray(g[span], np.float64)
+        np.testing.assert_allclose(dw[e], expected, rtol=1e-4, atol=1e-3)
 
 
 @partial(jax.jit, static_argnames="impl")

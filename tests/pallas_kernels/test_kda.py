@@ -224,6 +224,27 @@ def test_later_tokens_change_nothing_before_them(impl, T):
 
 
 @each_impl
+def test_later_tokens_change_no_gradient_of_what_is_before_them(impl):
+    """The loss of row r reads o before token P only: tokens from P on get gradient 0, the others the same, bit for bit."""
+    T, first_changed = 65, np.array([65, 64, 33, 31, 17, 16, 15, 1])
+    rows = len(first_changed)
+    inputs = tuple(np.repeat(x, rows, 0) for x in draw(1, T, 1, 16, 16))
+    other = tuple(np.repeat(x, rows, 0) for x in draw(1, T, 1, 16, 16, seed=9))
+    do, dstate = draw_cotangents(inputs)
+    early = np.arange(T) < first_changed[:, None]
+    do, dstate = do * early[..., None, None], 0 * dstate
+    mixed = tuple(
+        np.where(early.reshape(early.shape + (1,) * (x.ndim - 2)), x, y)
+        for x, y in zip(inputs[:5], other[:5], strict=True)
+    )
+    got = gradients(impl)((*mixed, inputs[5]), (do, dstate))
+    assert_same_bits(got, gradients(impl)(inputs, (do, dstate)))
+    for name in NAMES[:5]:
+        late = np.asarray(got[name])[~early]
+        assert not late.any() and np.isfinite(late).all(), name
+
+
+@each_impl
 def test_shifted_gates_stay_near_the_definition(impl):
     shift, bias = (x.ravel()[:, None, None, None] for x in np.meshgrid([-8, -4, 0, 4], [-4, 0, 4]))
     logits = np.random.default_rng(3).standard_normal((12, 128, 2, 16)) + shift + bias
