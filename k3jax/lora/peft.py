@@ -1,7 +1,8 @@
 """Adapters on disk in PEFT's format: adapter_config.json and adapter_model.safetensors, strict in both directions.
 
-Routed experts are read in three layouts: a matrix per expert (`experts.7.w1.lora_A.weight`, also what is written), all
-experts stacked ([E, r, in] and [E, out, r]), and PEFT's flat one for stacked parameters ([E * r, in] and [out, r * E]).
+Routed experts are read in four layouts: a matrix per expert (`experts.7.w1.lora_A.weight`, also what is written), all
+experts stacked ([E, r, in] and [E, out, r]), stacked with one factor shared by all ([1, r, in] or [1, out, r]), and PEFT's
+flat one for stacked parameters ([E * r, in] and [out, r * E]).
 """
 
 import json
@@ -142,7 +143,7 @@ class _Tensors:
                     yield _Matrix(name, index, lambda pair=pair: (self._read(pair[0]).T, self._read(pair[1]).T))
 
     def _take_experts(self, p: Projection, layer: int, config: LoRAConfig) -> Iterator[_Matrix]:
-        """The experts of a layer whose matrices lie in one pair of tensors, stacked or flat."""
+        """The experts of a layer whose matrices lie in one pair of tensors: stacked, with a shared factor, or flat."""
         pair = self._pop(p.layers[layer], p)
         if pair is None:
             return
@@ -154,14 +155,18 @@ class _Tensors:
         rank = ranks.pop()
         stacked = (E, rank, p.in_size), (E, p.out_size, rank)
         flat = (E * rank, p.in_size), (p.out_size, rank * E)
-        if not self._fits(p.layers[layer], pair, flat if len(pair[0].shape) == 2 else stacked):
+        of_a, of_b = (1 if tensor.shape[:1] == (1,) else E for tensor in pair)  # 1: one factor for all experts
+        as_stacked = (of_a, *stacked[0][1:]), (of_b, *stacked[1][1:])
+        if not self._fits(p.layers[layer], pair, flat if len(pair[0].shape) == 2 else as_stacked):
             self.faulty |= {name for name, _ in here}
             return
 
         @cache
         def both() -> tuple[np.ndarray, np.ndarray]:
             a, b = (self._read(tensor) for tensor in pair)
-            return a.reshape(stacked[0]), np.moveaxis(b.reshape(-1, rank, E), -1, 0) if b.ndim == 2 else b
+            if b.ndim == 2:
+                return a.reshape(stacked[0]), np.moveaxis(b.reshape(-1, rank, E), -1, 0)
+            return np.broadcast_to(a, stacked[0]), np.broadcast_to(b, stacked[1])
 
         for name, index in here:
             yield _Matrix(name, index, lambda e=index[1]: (both()[0][e].T, both()[1][e].T))

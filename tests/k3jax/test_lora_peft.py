@@ -173,10 +173,11 @@ def test_rslora_and_patterns_are_honoured_in_both_directions(adapters, tmp_path)
     assert scales["model.layers.1.block_sparse_moe.experts.4.w1"] == pytest.approx(6 / 3**0.5)
 
 
-@pytest.mark.parametrize("layout", ["stacked", "flat"])
+@pytest.mark.parametrize("layout", ["stacked", "shared A", "shared B", "flat"])
 def test_experts_in_one_tensor_equal_a_tensor_per_expert(adapters, tmp_path, layout):
-    random_adapter(adapters, "one", targets=("experts", "o_proj"))
-    save(adapters, "one", tmp_path / "each")
+    random_adapter(adapters, "random", targets=("experts", "o_proj"))
+    save(adapters, "random", tmp_path / "each")
+    adapters.remove("random")
     tensors, config = read(tmp_path / "each")
     names, together = matrices(adapters.model), {}
     for name, value in tensors.items():
@@ -184,14 +185,21 @@ def test_experts_in_one_tensor_equal_a_tensor_per_expert(adapters, tmp_path, lay
             together[name] = value
     for name in {re.sub(r"\.experts\.\d+\.", ".experts.", n) for n in names if ".experts." in n}:
         each = [name.replace(".experts.", f".experts.{e}.") for e in range(16)]
-        a = np.stack([tensors[f"{HEAD}{n}.lora_A.weight"] for n in each])
-        b = np.stack([tensors[f"{HEAD}{n}.lora_B.weight"] for n in each])
+        for half in "AB":
+            keys = [f"{HEAD}{n}.lora_{half}.weight" for n in each]
+            if layout == f"shared {half}":
+                tensors |= dict.fromkeys(keys, tensors[keys[0]])
+            together[f"{HEAD}{name}.lora_{half}.weight"] = np.stack([tensors[k] for k in keys[: 1 if layout[-1] == half else 16]])
         if layout == "flat":  # PEFT: einsum("o r e, e r i", B.reshape(out, r, E), A.reshape(E, r, in))
-            a, b = a.reshape(-1, a.shape[-1]), np.ascontiguousarray(b.transpose(1, 2, 0)).reshape(b.shape[1], -1)
-        together[f"{HEAD}{name}.lora_A.weight"], together[f"{HEAD}{name}.lora_B.weight"] = a, b
+            a, b = (f"{HEAD}{name}.lora_{half}.weight" for half in "AB")
+            together[a] = together[a].reshape(-1, together[a].shape[-1])
+            together[b] = np.ascontiguousarray(together[b].transpose(1, 2, 0)).reshape(together[b].shape[1], -1)
+    load(adapters, "one", write(tmp_path / "each", tensors, **config))
     targets = {"target_modules": ["o_proj"], "target_parameters": ["experts.w1", "experts.w2", "experts.w3"]}
     load(adapters, "two", write(tmp_path / layout, together, **targets))
     assert adapters.content_version("two") == adapters.content_version("one")
+    norms = adapters.delta_norms("two")
+    assert all(norm > 0 for norm in norms.values()) and sum(".experts." in name for name in norms) == 12 * 16 * 3
 
 
 def test_layers_exclusions_and_patterns_choose_as_in_peft(adapters, tmp_path):
