@@ -10,8 +10,11 @@ from flax import nnx
 
 from k3jax.config import MoEConfig
 from k3jax.mlp import gated_activation
-from k3jax.moe import LatentMoE
+from k3jax.model import K3
+from k3jax.moe import Experts, LatentMoE
 from k3jax.packing import Packing
+from k3jax.sharding import TRAIN, make_mesh, shard_batch, shardings
+from k3jax.weights import abstract
 from k3jax.weights.quant import pack, unpack
 
 B, T, D = 2, 12, 32
@@ -151,3 +154,87 @@ def test_the_output_of_a_token_does_not_depend_on_the_others(layer, x):
     y, _ = run(layer, x, ONE)
     other = np.where(np.arange(T)[:, None] < 5, x, -x)
     np.testing.assert_array_equal(run(layer, other, ONE)[0][:, :5], y[:, :5])
+
+
+def test_equal_scores_send_all_tokens_to_the_first_experts_and_drop_none(make_config, x):
+    """A router of zeros: every token meets experts 0, 1 and 2, with the same weight."""
+    config = make_config(moe=LATENT)
+    layer = build(config)
+    layer.gate.kernel[...] = jnp.zeros_like(layer.gate.kernel[...])
+    y, routing = run(layer, x, ONE)
+    np.testing.assert_array_equal(routing.experts, np.tile(np.arange(3), (B, T, 1)))
+    np.testing.assert_allclose(y, formula(layer, config, x), **CLOSE)
+
+
+@nnx.jit
+def counts(layer, x, segments):
+    return layer(x, Packing.of(segments), None, True)[1].histogram
+
+
+def test_balancing_counts_each_token_once_and_no_padding(layer, x):
+    """A batch half of whose tokens are padding counts what the packed batch counts."""
+    padded = np.concatenate([x, np.random.default_rng(9).standard_normal(x.shape).astype(np.float32)], 1)
+    segments = np.concatenate([ONE, 0 * ONE], 1)
+    packed = counts(layer, x, ONE)
+    np.testing.assert_array_equal(packed.sum(-1), B * T)
+    np.testing.assert_array_equal(counts(layer, padded, segments), packed)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"expert": 4, "tensor": 2}], ids=str)
+def test_balancing_counts_are_the_same_over_any_mesh(layer, x, sizes):
+    """Devices that hold the same tokens do not count them twice, devices that hold others leave none out."""
+    mesh = make_mesh(**sizes)
+    graphdef, state = nnx.split(layer)
+    placed = nnx.merge(graphdef, jax.device_put(state, shardings(state, mesh, TRAIN)))
+    tokens, segments = np.concatenate([x, -x]), np.concatenate([ONE, ONE])
+    with jax.set_mesh(mesh):
+        spread = counts(placed, *shard_batch((tokens, segments), mesh, TRAIN))
+    one = counts(layer, tokens, segments)
+    np.testing.assert_array_equal(spread.sum(-1), 2 * B * T)
+    assert np.abs(np.cumsum(spread, -1) - np.cumsum(one, -1)).max() <= 1  # rounding at a bin's edge
+
+
+def test_8192_tokens_with_16_experts_each_go_through_in_one_call(make_config):
+    """131 072 pairs, more than 16 bits count: spot checks against the token alone."""
+    layer = build(make_config(moe=MoEConfig(num_experts=32, experts_per_token=16, intermediate_size=4, latent_size=4)))
+    x = np.random.default_rng(2).standard_normal((1, 8192, D)).astype(np.float32)
+    y, routing = run(layer, x, np.ones((1, 8192), np.int32))
+    some = np.array([0, 2047, 2048, 4095, 4096, 8191])
+    alone, picks = run(layer, x[:, some], np.ones((1, len(some)), np.int32))
+    np.testing.assert_array_equal(np.asarray(routing.experts)[:, some], picks.experts)
+    np.testing.assert_allclose(np.asarray(y)[:, some], alone, **CLOSE)
+    assert (np.abs(y).max(-1) > 0).all()
+
+
+def test_the_program_of_the_experts_needs_less_than_three_times_its_inputs(make_config):
+    """Values and gradients of rows and weights; a product of all rows with all experts would take 9 times."""
+    moe = MoEConfig(num_experts=64, experts_per_token=2, intermediate_size=64, latent_size=64)
+    graphdef, weights = nnx.split(nnx.eval_shape(lambda: Experts(make_config(moe=moe), rngs=nnx.Rngs(0))))
+    rows = jax.ShapeDtypeStruct((2048, 64), jnp.float32)
+    sizes = jax.ShapeDtypeStruct((64,), jnp.int32)
+
+    def forward(weights, rows, sizes):
+        return nnx.merge(graphdef, weights)(rows, sizes, None)
+
+    def backward(weights, rows, sizes, cotangent):
+        return jax.vjp(lambda w, r: forward(w, r, sizes), weights, rows)[1](cotangent)
+
+    inputs = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((weights, rows)))
+    for program, more in ((forward, ()), (backward, (rows,))):
+        compiled = jax.jit(program).lower(weights, rows, sizes, *more).compile()
+        temp = compiled.memory_analysis().temp_size_in_bytes
+        assert temp < 3 * inputs, f"{program.__name__}: {temp / inputs:.2f} times its inputs"
+
+
+def test_only_layers_with_experts_route_and_896_experts_are_no_limit(make_config):
+    """Of [dense, experts] layer 0 has no routing; a model of one layer may be all experts, and picks beyond the 512th."""
+    moe = MoEConfig(num_experts=896, experts_per_token=16, intermediate_size=4, latent_size=8)
+    ids = np.random.default_rng(3).integers(0, 63, (1, 40)).astype(np.int32)
+    run = nnx.jit(lambda model, ids: model(ids))
+    dense, routed = nnx.eval_shape(run, abstract(make_config(attention=("mla", "mla"), moe=moe)), ids).routing
+    assert dense is None and routed.experts.shape == (1, 1, 40, 16)
+    one = make_config(attention=("mla",), moe=replace(moe, first_layer=0), attn_res_block=None)
+    out = run(nnx.jit(lambda: K3(one, rngs=nnx.Rngs(0)))(), ids)
+    picks = np.asarray(out.routing[0].experts)
+    assert picks.shape == (1, 1, 40, 16) and picks.max() > 512
+    assert np.isfinite(out.hidden).all()
