@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from safetensors.numpy import load_file
 
 from k3jax.linear import Embedding, Linear, LoRAOwners, LoRAParam, LoRAPool, LoRAScale
 from k3jax.lora import Adapters, LoRAConfig, Placed
+from k3jax.lora.peft import WEIGHTS, save
 from k3jax.moe import ExpertLinear, PackedExpertLinear
 from k3jax.packing import Packing
 from k3jax.param import normal
@@ -203,6 +205,24 @@ def test_ranks_4_and_16_in_one_batch_equal_each_alone(subject, inputs):
     subject.clear()
     again = subject.random("sixteen", 2, rank=16)  # in other columns than before
     assert_close(mixed[1], subject.forward(inputs.ids, inputs.segments, rows(0, again, 0))[1])
+
+
+def test_ranks_4_and_16_train_in_one_batch_as_alone_and_are_saved_with_their_own_rank(subject, inputs, tmp_path):
+    ids = {"four": subject.random("four", 1, rank=4), "sixteen": subject.random("sixteen", 2, rank=16)}
+    columns = {name: list(subject.adapters[name].columns) for name in ids}
+    both = subject.gradients(inputs.ids, inputs.segments, jnp.asarray(rows(ids["four"], ids["sixteen"], 0)))
+    for name, adapters in (("four", (ids["four"], 0, 0)), ("sixteen", (0, ids["sixteen"], 0))):
+        alone = subject.gradients(inputs.ids, inputs.segments, jnp.asarray(rows(*adapters)))
+        for path, gradient in alone.items():
+            axis = -1 if path[-1] == "a" else -2
+            mine = np.take(both[path], columns[name], axis)
+            assert mine.any() and np.take(gradient, columns[name], axis).any(), path
+            assert_close(mine, np.take(gradient, columns[name], axis), 1e-5 * max(1, np.abs(mine).max()))
+            assert not np.delete(gradient, columns[name], axis).any(), path
+        save(subject.adapters, name, tmp_path / name)
+        tensors = load_file(tmp_path / name / WEIGHTS)
+        ranks = {t.shape[0 if "A" in key.rsplit("lora_", 1)[1] else 1] for key, t in tensors.items()}
+        assert ranks == {4 if name == "four" else 16}
 
 
 def test_segments_of_a_packed_row_with_different_adapters_equal_separate_rows(subject, inputs):
@@ -436,8 +456,8 @@ def test_targets_without_rank_columns_are_refused_and_asking_a_bare_model_too(sm
         adapters.add("one", LoRAConfig(rank=2, alpha=2, targets=("attention", "head")))
 
 
-def spread_out(programs):
-    mesh = make_mesh(expert=2, tensor=2, devices=jax.devices()[:4])
+def spread_out(programs, order=(0, 1, 2, 3)):
+    mesh = make_mesh(expert=2, tensor=2, devices=[jax.devices()[i] for i in order])
     nnx.update(programs.model, jax.tree.map(jax.device_put, programs.state, shardings(programs.state, mesh, TRAIN)))
     return type(programs)(programs.model)
 
@@ -453,17 +473,19 @@ def test_pools_of_packed_experts_lie_where_their_experts_lie(make_small, make_co
     assert found == {"w1": inward, "w3": inward, "w2": outward}
 
 
-def test_pools_spread_over_tensor_and_expert_devices_equal_one_device(make_small, make_config, inputs):
+def test_pools_spread_over_devices_in_any_order_equal_one_device(make_small, make_config, inputs):
     """Of factors that devices share, gradients are summed; a device without a token's experts adds nothing."""
     moe = replace(make_config().moe, first_layer=0)
     programs = make_small(attention=("mla",), moe=moe, attn_res_block=None, remat="none")
     subject = Subject(programs, columns=8)
     adapters = jnp.asarray(rows(subject.random("one", 1), subject.random("two", 2, rank=3), 0))
     want = subject.gradients(inputs.ids, inputs.segments, adapters)
-    spread = Subject(spread_out(programs), columns=8)
-    spread.random("one", 1), spread.random("two", 2, rank=3)
-    pool = next(p for p in spread.adapters.projections if p.name.endswith("experts.w1")).module.lora
-    assert pool.a[...].sharding.spec == PartitionSpec(None, "expert", "fsdp", None)
-    assert pool.b[...].sharding.spec == PartitionSpec(None, "expert", None, "tensor")
-    for path, gradient in spread.gradients(inputs.ids, inputs.segments, adapters).items():
-        assert_close(gradient, want[path], 1e-5 * max(1, np.abs(want[path]).max()))
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
+        spread = Subject(spread_out(programs, order), columns=8)
+        spread.random("one", 1), spread.random("two", 2, rank=3)
+        pool = next(p for p in spread.adapters.projections if p.name.endswith("experts.w1")).module.lora
+        assert [device.id for device in pool.a[...].sharding.mesh.devices.flat] == list(order)
+        assert pool.a[...].sharding.spec == PartitionSpec(None, "expert", "fsdp", None)
+        assert pool.b[...].sharding.spec == PartitionSpec(None, "expert", None, "tensor")
+        for path, gradient in spread.gradients(inputs.ids, inputs.segments, adapters).items():
+            assert_close(gradient, want[path], 1e-5 * max(1, np.abs(want[path]).max()))
