@@ -155,7 +155,8 @@ def test_decoding_rows_of_any_lengths_equals_a_forward_over_the_whole_rows(lengt
 
 
 def test_reported_logprobs_are_those_of_the_distribution_that_was_drawn_from():
-    kinds = [{"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.9}, {"top_k": 3}, {"min_p": 0.2, "temperature": 0.8}]
+    kinds = [{"temperature": 0.6, "top_p": 0.9}, {"top_p": 0.9}, {"temperature": 1.3, "top_p": 0.9},
+             {"top_k": 30, "min_p": 0.2, "temperature": 0.8}]  # fmt: skip
     params = [SamplingParams(max_tokens=24, seed=i, top_logprobs=5, **kind) for i, kind in enumerate(kinds)]
     prompts = [IDS[i : i + 8] for i in range(4)]
     samples = [row[0] for row in new_sampler().generate(prompts, params)]
@@ -165,11 +166,25 @@ def test_reported_logprobs_are_those_of_the_distribution_that_was_drawn_from():
         steps = logits[b, 7 : 7 + 24]
         shape = Shape(*(np.full(24, x, t) for x, t in ((p.temperature, "f4"), (p.top_k, "i4"), (p.top_p, "f4"), (p.min_p, "f4"))))
         expected = np.asarray(reshape(steps, shape))[np.arange(24), s.ids]
-        np.testing.assert_allclose(s.logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(s.logprobs, expected, atol=1e-4)  # so a trainer's ratio is 1 at every token
         raw = log_softmax(steps)
+        assert np.abs(raw[np.arange(24), s.ids] - s.logprobs).max() > 0.01
         best = np.argsort(-raw, 1)[:, :5]
         assert [[i for i, _ in top] for top in s.top_logprobs] == best.tolist()
         np.testing.assert_allclose([[v for _, v in top] for top in s.top_logprobs], np.take_along_axis(raw, best, 1), atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_the_mean_ratio_of_trainer_to_sampler_is_1_under_the_distribution_drawn_from(temperature):
+    """Of 400 first tokens after one prompt. What the trainer has without temperature and filter is off by what they change."""
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9, n=400, seed=0)
+    samples = new_sampler().generate([IDS[:8]], params)[0]
+    rows, routes = [IDS[:8] + s.ids for s in samples[:4]], [s.routes for s in samples[:4]]
+    logits = trainer_logits(shared_model(), rows, [0] * 4, routes)[0, 7]
+    tokens, sampled = np.array([s.ids[0] for s in samples]), np.array([s.logprobs[0] for s in samples])
+    trained, raw = kept_by_definition(logits, temperature, 0, 0.9, 0), log_softmax(logits[None])[0]
+    assert abs(np.exp(trained[tokens] - sampled).mean() - 1) < 0.02
+    assert abs(np.exp(raw[tokens] - sampled).mean() - 1) > 0.05
 
 
 def kept_by_definition(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
