@@ -6,6 +6,7 @@ Two layouts exist: nested (Kimi K3: `text_config` and `vision_config` inside) an
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,8 +165,8 @@ class K3Config:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist: a checkpoint folder needs a config.json.")
         try:
-            raw = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from error
         try:
             return cls.from_dict(raw)
@@ -175,7 +176,7 @@ class K3Config:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "K3Config":
         """Reads the parsed config.json, nested or flat."""
-        if "text_config" not in raw:
+        if not isinstance(raw, Mapping) or "text_config" not in raw:
             return _text_config(_Fields(raw, "config.json"), vision=None, media_token_id=None)
         top = _Fields(raw, "config.json")
         text = _Fields(top.take("text_config"), "text_config")
@@ -258,6 +259,34 @@ class _Fields:
             raise ConfigError(f"{self.where}: {name}={value!r} is not supported, only {' or '.join(map(repr, allowed))}")
         return value
 
+    def whole(self, name: str, default: Any = _MISSING, least: int = 1) -> Any:
+        """Takes a whole number; without one, a default that may be None."""
+        value = self.take(name, default)
+        if value is not default and (type(value) is not int or value < least):
+            raise ConfigError(f"{self.where}: {name} must be a whole number of at least {least}, got {value!r}")
+        return value
+
+    def number(self, name: str, default: Any = _MISSING) -> Any:
+        """Takes a finite number; without one, a default that may be None."""
+        value = self.take(name, default)
+        if value is not default and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise ConfigError(f"{self.where}: {name} must be a finite number, got {value!r}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Takes true or false."""
+        value = self.take(name, default)
+        if type(value) is not bool:
+            raise ConfigError(f"{self.where}: {name} must be true or false, got {value!r}")
+        return value
+
+    def wholes(self, name: str) -> list[int]:
+        """Takes a list of whole numbers."""
+        value = self.take(name)
+        if not isinstance(value, list) or any(type(item) is not int for item in value):
+            raise ConfigError(f"{self.where}: {name} must be a list of whole numbers, got {value!r}")
+        return value
+
     def ignore(self, names: tuple[str, ...]) -> None:
         for name in names:
             self.take(name, None)
@@ -270,62 +299,61 @@ class _Fields:
 
 
 def _text_config(f: _Fields, vision: VisionConfig | None, media_token_id: int | None) -> K3Config:
-    layers = f.take("num_hidden_layers")
+    layers = f.whole("num_hidden_layers")
     linear = _Fields(f.take("linear_attn_config"), "linear_attn_config")
-    kda_layers, mla_layers = linear.take("kda_layers"), linear.take("full_attn_layers")
+    kda_layers, mla_layers = linear.wholes("kda_layers"), linear.wholes("full_attn_layers")
     attention = _attention_kinds(layers, kda_layers, mla_layers)
     kda = KDAConfig(
-        num_heads=linear.take("num_heads"),
-        head_dim=linear.take("head_dim"),
-        conv_width=linear.take("short_conv_kernel_size"),
-        decay_floor=linear.take("gate_lower_bound", None),
-        full_rank_gate=linear.take("use_full_rank_gate", False),
+        num_heads=linear.whole("num_heads"),
+        head_dim=linear.whole("head_dim"),
+        conv_width=linear.whole("short_conv_kernel_size"),
+        decay_floor=linear.number("gate_lower_bound", None),
+        full_rank_gate=linear.flag("use_full_rank_gate", False),
     )
     _require(kda.decay_floor is None or kda.decay_floor < 0,
              f"gate_lower_bound must be negative (nats per token), got {kda.decay_floor}")
     linear.finish()
 
-    heads = f.take("num_attention_heads")
-    kv_heads = f.take("num_key_value_heads", heads)
+    heads = f.whole("num_attention_heads")
+    kv_heads = f.whole("num_key_value_heads", heads)
     _require(kv_heads == heads, f"num_key_value_heads={kv_heads} must equal num_attention_heads={heads}")
     mla = MLAConfig(
         num_heads=heads,
-        q_lora_rank=f.take("q_lora_rank", None),
-        kv_lora_rank=f.take("kv_lora_rank"),
-        nope_dim=f.take("qk_nope_head_dim"),
-        rope_dim=f.take("qk_rope_head_dim"),
-        value_dim=f.take("v_head_dim"),
-        output_gate=f.take("mla_use_output_gate", False),
+        q_lora_rank=f.whole("q_lora_rank", None),
+        kv_lora_rank=f.whole("kv_lora_rank"),
+        nope_dim=f.whole("qk_nope_head_dim"),
+        rope_dim=f.whole("qk_rope_head_dim", least=0),
+        value_dim=f.whole("v_head_dim"),
+        output_gate=f.flag("mla_use_output_gate", False),
     )
     f.expect("mla_use_nope", True)
     qk_dim = mla.nope_dim + mla.rope_dim
-    head_dim = f.take("head_dim", None)  # of no use: MLA has its own dims
-    _require(head_dim is None or isinstance(head_dim, int), f"head_dim must be a whole number, got {head_dim!r}")
-    qk_head_dim = f.take("qk_head_dim", qk_dim)
+    f.whole("head_dim", None)  # of no use: MLA has its own dims
+    qk_head_dim = f.whole("qk_head_dim", qk_dim)
     _require(qk_head_dim == qk_dim, f"qk_head_dim={qk_head_dim} contradicts qk_nope_head_dim + qk_rope_head_dim = {qk_dim}")
 
     act = f.expect("hidden_act", "silu", "situ")
-    beta, linear_beta = f.take("activation_situ_beta", None), f.take("activation_situ_linear_beta", None)
+    beta, linear_beta = f.number("activation_situ_beta", None), f.number("activation_situ_linear_beta", None)
     _require((act == "situ") == (beta is not None),
              f"hidden_act={act!r} {'needs' if act == 'situ' else 'does not use'} activation_situ_beta")
     quantized = f.take("quantization_config", None) is not None
     config = K3Config(
-        vocab_size=f.take("vocab_size"),
-        hidden_size=f.take("hidden_size"),
-        intermediate_size=f.take("intermediate_size"),
+        vocab_size=f.whole("vocab_size"),
+        hidden_size=f.whole("hidden_size"),
+        intermediate_size=f.whole("intermediate_size"),
         attention=attention,
         kda=kda,
         mla=mla,
         moe=_moe_config(f, quantized),
         vision=vision,
-        attn_res_block=f.take("attn_res_block_size", None),
+        attn_res_block=f.whole("attn_res_block_size", None),
         hidden_act=act,
         situ_beta=1.0 if beta is None else beta,
         situ_linear_beta=linear_beta,
-        norm_eps=f.take("rms_norm_eps"),
-        init_std=f.take("initializer_range", 0.02),
+        norm_eps=f.number("rms_norm_eps"),
+        init_std=f.number("initializer_range", 0.02),
         context_length=_context_length(f),
-        num_mtp_layers=f.take("num_nextn_predict_layers", 0),
+        num_mtp_layers=f.whole("num_nextn_predict_layers", 0, least=0),
         pad_token_id=f.take("pad_token_id", 0),
         bos_token_id=f.take("bos_token_id", 1),
         eos_token_id=f.take("eos_token_id", 2),
@@ -354,7 +382,7 @@ def _attention_kinds(layers: int, kda: list[int], mla: list[int]) -> tuple[Atten
 
 
 def _moe_config(f: _Fields, quantized: bool) -> MoEConfig | None:
-    num_experts = f.take("num_experts", None)
+    num_experts = f.whole("num_experts", None, least=0)
     names = ("num_experts_per_token", "moe_intermediate_size", "num_shared_experts", "routed_expert_hidden_size",
              "latent_moe_use_norm", "routed_scaling_factor", "moe_renormalize", "moe_router_activation_func",
              "num_expert_group", "topk_group", "first_k_dense_replace", "moe_layer_freq")
@@ -365,24 +393,24 @@ def _moe_config(f: _Fields, quantized: bool) -> MoEConfig | None:
     f.expect("topk_method", "noaux_tc")
     return MoEConfig(
         num_experts=num_experts,
-        experts_per_token=f.take("num_experts_per_token"),
-        intermediate_size=f.take("moe_intermediate_size"),
-        num_shared_experts=f.take("num_shared_experts", 0) or 0,
-        latent_size=f.take("routed_expert_hidden_size", None),
-        latent_norm=f.take("latent_moe_use_norm", False),
-        scaling_factor=f.take("routed_scaling_factor", 1.0),
-        renormalize=f.take("moe_renormalize", True),
+        experts_per_token=f.whole("num_experts_per_token"),
+        intermediate_size=f.whole("moe_intermediate_size"),
+        num_shared_experts=f.whole("num_shared_experts", None, 0) or 0,
+        latent_size=f.whole("routed_expert_hidden_size", None),
+        latent_norm=f.flag("latent_moe_use_norm", False),
+        scaling_factor=f.number("routed_scaling_factor", 1.0),
+        renormalize=f.flag("moe_renormalize", True),
         score=f.expect("moe_router_activation_func", "sigmoid", "softmax"),
-        num_groups=f.take("num_expert_group", 1) or 1,
-        groups_per_token=f.take("topk_group", 1) or 1,
-        first_layer=f.take("first_k_dense_replace", 0),
-        layer_freq=f.take("moe_layer_freq", 1),
+        num_groups=f.whole("num_expert_group", None) or 1,
+        groups_per_token=f.whole("topk_group", None) or 1,
+        first_layer=f.whole("first_k_dense_replace", 0, least=0),
+        layer_freq=f.whole("moe_layer_freq", 1),
         mxfp4=quantized,
     )
 
 
 def _context_length(f: _Fields) -> int:
-    lengths = {n: f.take(n, None) for n in ("max_position_embeddings", "model_max_length")}
+    lengths = {n: f.whole(n, None) for n in ("max_position_embeddings", "model_max_length")}
     given = {n: v for n, v in lengths.items() if v is not None}
     _require(len(set(given.values())) == 1, f"need one context length, got {given or 'none'}")
     return next(iter(given.values()))
@@ -396,19 +424,19 @@ def _dtype(f: _Fields) -> Any:
 
 
 def _vision_config(f: _Fields, text: Mapping[str, Any]) -> VisionConfig:
-    hidden = f.take("vt_hidden_size")
+    hidden = f.whole("vt_hidden_size")
     config = VisionConfig(
-        patch_size=f.take("patch_size"),
-        pos_emb_height=f.take("init_pos_emb_height"),
-        pos_emb_width=f.take("init_pos_emb_width"),
-        pos_emb_time=f.take("init_pos_emb_time"),
-        num_heads=f.take("vt_num_attention_heads"),
-        num_layers=f.take("vt_num_hidden_layers"),
+        patch_size=f.whole("patch_size"),
+        pos_emb_height=f.whole("init_pos_emb_height"),
+        pos_emb_width=f.whole("init_pos_emb_width"),
+        pos_emb_time=f.whole("init_pos_emb_time"),
+        num_heads=f.whole("vt_num_attention_heads"),
+        num_layers=f.whole("vt_num_hidden_layers"),
         hidden_size=hidden,
-        intermediate_size=f.take("vt_intermediate_size"),
-        qkv_size=f.take("qkv_hidden_size", hidden),
-        merge=tuple(f.take("merge_kernel_size")),
-        projector_eps=f.take("projector_ln_eps"),
+        intermediate_size=f.whole("vt_intermediate_size"),
+        qkv_size=f.whole("qkv_hidden_size", hidden),
+        merge=_pair(f, "merge_kernel_size"),
+        projector_eps=f.number("projector_ln_eps"),
     )
     for name, value in _VISION_FIXED.items():
         f.expect(name, value)
@@ -418,6 +446,12 @@ def _vision_config(f: _Fields, text: Mapping[str, Any]) -> VisionConfig:
     f.ignore(_ANNOTATIONS)
     f.finish()
     return config
+
+
+def _pair(f: _Fields, name: str) -> tuple[int, int]:
+    value = f.wholes(name)
+    _require(len(value) == 2, f"{name} must be two whole numbers, got {value!r}")
+    return value[0], value[1]
 
 
 _VISION_FIXED = {

@@ -13,6 +13,7 @@ from k3jax.model import K3
 from k3jax.tokenizer import RANKS_FILE, Tokenizer
 from k3jax.weights import load
 from train.config import TrainConfig
+from train.data import load_tokenizer
 from train.optim import adamw, in_columns
 from train.step import Objective, Trainer
 
@@ -58,9 +59,10 @@ def load_subject(config: AdapterConfig, name: str = "adapter") -> Subject:
     model_config = replace(K3Config.load(config.checkpoint), remat=config.remat)
     if config.row_length > model_config.context_length:
         raise ConfigError(
-            f"row_length={config.row_length} exceeds the context of {config.checkpoint}, {model_config.context_length} tokens."
+            f"row_length={config.row_length} exceeds the context of {config.checkpoint}, {model_config.context_length} tokens. "
+            f"Use row_length={model_config.context_length} or less."
         )
-    tokenizer = Tokenizer(config.checkpoint) if (Path(config.checkpoint) / RANKS_FILE).exists() else None
+    tokenizer = load_tokenizer(config.checkpoint) if (Path(config.checkpoint) / RANKS_FILE).exists() else None
     model = load(config.checkpoint, model_config, dtype=config.dtype)
     try:
         adapters = Adapters(model, columns=config.adapter.max_rank, targets=config.adapter.targets)

@@ -1,17 +1,21 @@
 """Checkpoints of a run, through orbax: written in the background, whole or not at all, the last few kept.
 
 A checkpoint holds all that a run needs to go on exactly: trained weights, router biases, optimizer state, step, and the
-position in the data.
+position in the data. It also holds the dtype, shape and checksum of every array, because orbax restores an array with
+flipped bits without a word.
 """
 
-import errno
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jaxtyping import Array, UInt32
 
+from k3jax.weights.writer import disk_full
 from train.config import RunError
 from train.step import State
 
@@ -27,6 +31,8 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, *, keep: int):
         self.folder = Path(folder).absolute()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder} is a file, where a folder of checkpoints is needed: remove it or set out=….")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
         try:
             self.manager = ocp.CheckpointManager(self.folder, options=options)
@@ -41,7 +47,8 @@ class Checkpoints:
             if kind is None:
                 self.wait()
         finally:
-            self.manager.close()
+            with suppress(Exception):  # what went wrong has been raised
+                self.manager.close()
 
     @property
     def steps(self) -> list[int]:
@@ -54,7 +61,7 @@ class Checkpoints:
         if jax.default_backend() == "cpu":
             state = jax.tree.map(lambda x: x.copy(), state)  # orbax writes from CPU arrays in place
         tree = ocp.args.StandardSave(_as_dict(state))  # type: ignore[call-arg]
-        data = ocp.args.JsonSave(position)  # type: ignore[call-arg]
+        data = ocp.args.JsonSave({"position": position, "arrays": _arrays(state)})  # type: ignore[call-arg]
         try:
             self.manager.save(step, args=ocp.args.Composite(state=tree, data=data))
         except Exception as error:
@@ -68,32 +75,58 @@ class Checkpoints:
             raise self._write_error(None, error) from error
 
     def restore(self, like: State) -> tuple[int, State, dict[str, Any]] | None:
-        """The latest readable checkpoint, or None if there is no checkpoint at all.
+        """The latest whole checkpoint, or None if there is no checkpoint at all.
 
-        One that is damaged is passed over with a warning. Raises CheckpointError if all are, or if the checkpoint is of
-        another model or optimizer than `like`.
+        Damaged ones are passed over with one warning. Raises CheckpointError if all are, or if the checkpoint is of another
+        model, adapter or optimizer than `like`.
         """
-        wanted = _as_dict(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
         faults = []
-        for step in reversed(self.steps):
+        for step in sorted({int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal()}, reverse=True):
             try:
-                args = ocp.args.Composite(
-                    state=ocp.args.StandardRestore(wanted), data=ocp.args.JsonRestore()  # type: ignore[call-arg]
-                )
-                read = self.manager.restore(step, args=args)
+                state, position = self._read(step, like)
+            except CheckpointError:
+                raise
             except Exception as error:
-                faults.append(f"step {step}: {_first_line(error)}")
-                logger.warning("%s: the checkpoint of step %d cannot be read (%s).", self.folder, step, _first_line(error))
+                faults.append(f"step {step} cannot be read ({_first_line(error)})")
                 continue
             if faults:
-                logger.warning("%s: going on from step %d instead.", self.folder, step)
-            return step, _as_state(read["state"], like), read["data"]
+                text = ", the checkpoint of ".join(faults)
+                logger.warning("%s: the checkpoint of %s; going on from step %d instead.", self.folder, text, step)
+            return step, state, position
         if faults:
             raise CheckpointError(
-                f"No checkpoint in {self.folder} can be read:\n  " + "\n  ".join(faults) + "\nEither they are damaged, or they "
-                "belong to a run with another model, adapter or optimizer. Name another folder (out=…), or remove this one."
+                f"No checkpoint in {self.folder} can be read:\n  " + "\n  ".join(faults) + "\nPut back a copy that is whole. To "
+                f"begin anew, remove {self.folder.parent} or name another folder (out=…)."
             )
         return None
+
+    def _read(self, step: int, like: State) -> tuple[State, dict[str, Any]]:
+        """Raises CheckpointError if the checkpoint does not fit `like`, any other error if it is damaged."""
+        data = self._items(step, data=ocp.args.JsonRestore())["data"]  # type: ignore[call-arg]
+        arrays = data["arrays"]
+        self._require_same(step, arrays, like)
+        wanted = _as_dict(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+        state = _as_state(self._items(step, state=ocp.args.StandardRestore(wanted))["state"], like)  # type: ignore[call-arg]
+        if changed := [name for name, found in _arrays(state).items() if found != arrays[name]]:
+            raise ValueError(f"{len(changed)} arrays are not as they were written, {changed[0]} first")
+        return state, data["position"]
+
+    def _items(self, step: int, **items: Any) -> Any:
+        return self.manager.restore(step, args=ocp.args.Composite(**items))
+
+    def _require_same(self, step: int, arrays: dict[str, Any], like: State) -> None:
+        """Raises CheckpointError unless the arrays of a checkpoint have the names, dtypes and shapes of `like`."""
+        stored = {name: kind for name, (kind, _) in arrays.items()}
+        wanted = {name: _kind(leaf) for name, leaf in _leaves(like).items()}
+        if stored == wanted:
+            return
+        differing = [name for name in {**stored, **wanted} if stored.get(name) != wanted.get(name)]
+        name = max(differing, key=lambda name: name.startswith("weights/"))
+        raise CheckpointError(
+            f"{self.folder} belongs to a run with another model, adapter or optimizer: the checkpoint of step {step} has "
+            f"{stored.get(name, 'nothing')} for {name}, this run needs {wanted.get(name, 'nothing')}. Give the settings of that "
+            "run, or name another folder (out=…)."
+        )
 
     def discard_after(self, step: int) -> None:
         """Removes later checkpoints, which could not be read: the run will write them again."""
@@ -101,7 +134,7 @@ class Checkpoints:
             self.manager.delete(later)
 
     def _write_error(self, step: int | None, error: BaseException) -> CheckpointError:
-        full = any(getattr(e, "errno", None) == errno.ENOSPC for e in _causes(error)) or "No space left" in str(error)
+        full = disk_full(error)
         what = "the disk is full" if full else _first_line(error)
         where = "A checkpoint" if step is None else f"The checkpoint of step {step}"
         kept = ", ".join(map(str, self.steps)) or "none"
@@ -124,14 +157,35 @@ def _as_state(tree: dict[str, Any], like: State) -> State:
     return State(tree["weights"], tree["biases"], jax.tree.structure(like.optimizer).unflatten(leaves), tree["step"])
 
 
-def _causes(error: BaseException | None) -> list[BaseException]:
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__
-    return found
+def _leaves(state: State) -> dict[str, Array]:
+    """weights/…, biases/…, optimizer/0, …, step"""
+    flat = jax.tree_util.tree_flatten_with_path(_as_dict(state))[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+
+
+def _kind(leaf: Array) -> str:
+    """float32[2,3]"""
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _arrays(state: State) -> dict[str, list[Any]]:
+    """[dtype and shape, checksum] of every array."""
+    leaves = _leaves(state)
+    sums = jax.device_get(_checksums(leaves))
+    return {name: [_kind(leaf), int(sums[name])] for name, leaf in leaves.items()}
+
+
+@jax.jit
+def _checksums(leaves: dict[str, Array]) -> dict[str, UInt32[Array, ""]]:
+    """The bits of each array as unsigned numbers, summed modulo 2^32."""
+
+    def checksum(x: Array) -> UInt32[Array, ""]:
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+        return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+
+    return {name: checksum(leaf) for name, leaf in leaves.items()}
 
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -9,10 +9,13 @@ import dataclasses
 import difflib
 import logging
 import math
+import re
 import runpy
 import sys
+import traceback
 import types
 import typing
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ import jax.numpy as jnp
 
 from k3jax.config import ConfigError
 from k3jax.weights.reader import CheckpointError
+from k3jax.weights.writer import disk_full
 
 Config = TypeVar("Config")
 
@@ -85,17 +89,17 @@ def require_share(config: Any, *names: str) -> None:
 
 
 def load_config(path: str, kind: type[Config]) -> Config:
-    """What `config()` in a Python file returns. Raises ConfigError unless that is a `kind`."""
+    """What `config()` in a Python file returns. Raises ConfigError, with the line, unless that is a `kind`."""
     if not Path(path).is_file():
         near = difflib.get_close_matches(path, [str(p) for p in Path("configs").glob("*.py")], 1)
         raise ConfigError(f"There is no config file {path}.{f' Did you mean {near[0]}?' if near else ''}")
-    names = runpy.run_path(path)
-    if not callable(names.get("config")):
-        raise ConfigError(f"{path} must define a function config() that returns a {kind.__name__}.")
     try:
+        names = runpy.run_path(path)
+        if not callable(names.get("config")):
+            raise ConfigError(f"this file must define a function config() that returns a {kind.__name__}.")
         config = names["config"]()
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except Exception as error:
+        raise ConfigError(_mistake_in(path, error)) from error
     if not isinstance(config, kind):
         raise ConfigError(f"{path}: config() returned a {type(config).__name__}, but this program needs a {kind.__name__}.")
     return config
@@ -126,17 +130,42 @@ def command_line(kind: type[Config], main: Callable[[Config], object], examples:
     What the user can mend ends with its message and status 2, without a traceback.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every file; what it raises is told by us
+    _silence_orbax()
     arguments = sys.argv[1:]
     if not arguments or "-h" in arguments or "--help" in arguments:
         print(usage(kind, examples))
         return 0 if arguments else 2
     try:
         main(override(load_config(arguments[0], kind), arguments[1:]))
-    except (ConfigError, RunError, CheckpointError, FileNotFoundError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    except (ConfigError, RunError, CheckpointError, OSError) as error:
+        print(f"{type(error).__name__}: {error}{_AFTER_FULL if disk_full(error) else ''}", file=sys.stderr)
         return 2
     return 0
+
+
+_AFTER_FULL = " What was complete before is intact: start the same command again when there is space, and the run goes on."
+
+
+def _silence_orbax() -> None:
+    """Orbax tells of every file, and leaves behind coroutines of what failed, of which Python then complains at any
+    time. What it raises is told by us."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    if not isinstance(sys.unraisablehook, _Unraisable):
+        sys.unraisablehook = _Unraisable(sys.unraisablehook)
+
+
+@dataclass(frozen=True)
+class _Unraisable:
+    """A sys.unraisablehook that leaves out what comes from orbax and its event loops."""
+
+    rest: Callable[[Any], Any]
+
+    def __call__(self, unraisable: Any) -> None:
+        frames = (frame for frame, _ in traceback.walk_tb(unraisable.exc_traceback))
+        if not any(frame.f_globals.get("__name__", "").startswith(("orbax.", "asyncio.")) for frame in frames):
+            self.rest(unraisable)
 
 
 def usage(kind: type, examples: Sequence[str]) -> str:
@@ -153,6 +182,24 @@ def usage(kind: type, examples: Sequence[str]) -> str:
     shown = "\n".join(f"  {example}" for example in examples)
     return (f"usage: {program} CONFIG [name=value ...]\n\nCONFIG is a Python file whose config() returns a "
             f"{kind.__name__}.\n\nexamples:\n{shown}\n\nfields:\n" + "\n".join(lines))
+
+
+def _mistake_in(path: str, error: Exception) -> str:
+    """What is wrong in a config file, and in which of its lines."""
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return f"{path} line {error.lineno}: {error.msg}."
+    ours = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    where = f"{path} line {ours[-1][1]}" if ours else path
+    if ours and (found := re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))):
+        kind, name = ours[-1][0].f_globals.get(found[1]), found[2]
+        known = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+        return f"{where}: {found[1]} has no field {name}.{_hint_for(name, known)}"
+    return f"{where}: {error}" if isinstance(error, ValueError) else f"{where}: {type(error).__name__}: {error}"
+
+
+def _hint_for(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f" Did you mean {near[0]}?" if near else f" It has {', '.join(known)}." if known else ""
 
 
 def _fields(value: Any, at: str, path: str) -> set[str]:
@@ -179,17 +226,16 @@ def _unknown(path: str, unknown: str, known: list[str]) -> str:
     return f"There is no field {unknown}. {hint}"
 
 
-def _replaced(config: Any, changes: Mapping[str, Any]) -> Any:
+def _replaced(config: Any, changes: Mapping[str, Any], at: str = "") -> Any:
     values = {}
     for name, value in changes.items():
         now = getattr(config, name)
-        values[name] = _replaced(now, value) if isinstance(value, dict) and dataclasses.is_dataclass(now) else value
+        nested = isinstance(value, dict) and dataclasses.is_dataclass(now)
+        values[name] = _replaced(now, value, f"{at}{name}.") if nested else value
     try:
         return dataclasses.replace(config, **values)
-    except ConfigError:
-        raise
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{at.removesuffix('.')}: {error}" if at else str(error)) from error
 
 
 def _hint(kind: type, name: str) -> Any:

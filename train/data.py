@@ -148,12 +148,12 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     if not Path(path).is_file():
         raise DataError(f"There is no data file {path}.")
     empty = True
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line)
+                entry = json.loads(line.decode())
             except ValueError as error:
                 raise DataError(f"{path} line {number} is not JSON: {error}") from error
             if not isinstance(entry, dict):
@@ -219,6 +219,14 @@ def _encode_pair(config: Pairs, tokenizer: Tokenizer, entry: dict[str, Any]) -> 
             raise ValueError(f"{name} has no token of the assistant.")
         halves.append(half | {"part": np.full(len(half["ids"]), part, np.int32)})
     return {name: np.concatenate([half[name] for half in halves]) for name in halves[0]}
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
+    """The tokenizer in a folder. Raises DataError if a file of it is damaged, FileNotFoundError if it is not there."""
+    try:
+        return Tokenizer(folder)
+    except ValueError as error:
+        raise DataError(f"The tokenizer in {folder} cannot be used. {error}") from error
 
 
 def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
@@ -312,9 +320,10 @@ class _Checked:
         example = self.examples[index]
         length = len(example["ids"])
         if length > self.row_length and not self.cut:
+            shorter = "shorten the pair" if "part" in example else "cut the example (cut=true)"
             raise DataError(
                 f"{self.examples.where(index)} has {length + 1} tokens, but a row holds {self.row_length + 1}. "
-                f"Use longer rows (row_length={length}) or cut the example (cut=true)."
+                f"Use longer rows (row_length={length}) or {shorter}."
             )
         top = max(example["ids"].max(initial=0), example["targets"].max(initial=0))
         if top >= self.vocab_size:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from train.checkpoint import Checkpoints
-from train.config import TrainConfig
+from train.config import RunError, TrainConfig
 from train.metrics import Figures, MetricsFile, ProgressLine, plot
 from train.step import MicroBatch, Trainer
 
@@ -50,6 +50,8 @@ def run(trainer: Trainer, feed: Feed, config: TrainConfig, *, report: Report | N
     metrics = MetricsFile(folder)
     with Checkpoints(folder / "checkpoints", keep=config.keep) as checkpoints:
         start = _resume(trainer, feed, checkpoints)
+        if start == 0:
+            _require_new(metrics, config)
         metrics.keep_until(start or -1)
         report = report or ProgressLine(config.steps, start)
         if start == 0 and (figures := feed.after(0, {})):
@@ -68,6 +70,16 @@ def run(trainer: Trainer, feed: Feed, config: TrainConfig, *, report: Report | N
     entries = metrics.read()
     plot(entries, folder / "metrics.png")
     return entries
+
+
+def _require_new(metrics: MetricsFile, config: TrainConfig) -> None:
+    """Raises RunError if checkpoints must have been there: the first is complete when the second is begun."""
+    done = max((entry["step"] for entry in metrics.read()), default=0)
+    if done > 2 * config.save_every:
+        raise RunError(
+            f"{metrics.path} tells of {done} steps, but there is no checkpoint beside it to go on from. Put the checkpoints "
+            f"back. To begin anew, remove {config.out} or name another folder (out=…)."
+        )
 
 
 def _resume(trainer: Trainer, feed: Feed, checkpoints: Checkpoints) -> int:

@@ -26,15 +26,18 @@ class MetricsFile:
             file.write(json.dumps(entry) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """All entries. A last line that was cut off (the run was killed while writing it) is left out."""
+        """All entries up to the first that is damaged: a run that was killed may have cut off the last line."""
         if not self.path.exists():
             return []
         entries = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                entries.append(json.loads(line))
+                entry = json.loads(line)
             except ValueError:
                 break
+            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+                break
+            entries.append(entry)
         return entries
 
     def keep_until(self, step: int) -> None:

@@ -14,10 +14,9 @@ from flax import nnx
 
 from k3jax.config import ConfigError, K3Config
 from k3jax.model import K3
-from k3jax.tokenizer import Tokenizer
 from k3jax.weights import abstract, load, save
 from train.config import TrainConfig, command_line
-from train.data import DataFeed, Jsonl, Transcripts
+from train.data import DataFeed, Jsonl, Transcripts, load_tokenizer
 from train.loop import run
 from train.loss import loss_named
 from train.objective import TokenObjective
@@ -38,12 +37,15 @@ class PretrainConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.row_length > self.model.context_length:
-            raise ConfigError(f"row_length={self.row_length} exceeds the model's context of {self.model.context_length} tokens.")
+            context = self.model.context_length
+            raise ConfigError(
+                f"row_length={self.row_length} exceeds the model's context of {context} tokens. Use row_length={context} or less."
+            )
 
 
 def pretrain(config: PretrainConfig) -> K3:
     """Runs the whole training and returns the model, which it also saves in out/model."""
-    tokenizer = Tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"The tokenizer in {config.tokenizer} has {tokenizer.vocab_size} ids, but model.vocab_size is "

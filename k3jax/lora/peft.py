@@ -5,21 +5,16 @@ experts stacked ([E, r, in] and [E, out, r]), stacked with one factor shared by 
 flat one for stacked parameters ([E * r, in] and [out, r * E]).
 """
 
-import json
 import logging
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from safetensors.numpy import save_file
 
 from k3jax.config import K3Config
 from k3jax.lora.adapters import Adapters, LoRAConfig, Placed
@@ -27,6 +22,7 @@ from k3jax.lora.peft_config import CONFIG, AdapterError, read_config, written_co
 from k3jax.lora.targets import Projection, ends_with, projections, shortest_targets
 from k3jax.weights.names import PREFIX, Spelling
 from k3jax.weights.reader import CheckpointError, Reader, Tensor, read_header
+from k3jax.weights.writer import Spec, replacing, write_file, write_json
 
 HEAD = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
@@ -62,9 +58,9 @@ def load(adapters: Adapters, name: str, folder: str | Path) -> int:
 
 
 def save(adapters: Adapters, name: str, folder: str | Path) -> None:
-    """Writes an adapter as a PEFT folder. Without its config, which comes last, a folder is no adapter.
+    """Writes an adapter as a PEFT folder. An earlier one there stays whole until the new one is complete.
 
-    Raises ValueError if a weight is not finite. All processes must call this together.
+    Raises ValueError if a weight is not finite, OSError if the disk is full. All processes must call this together.
     """
     adapter, folder = adapters[name], Path(folder)
     prefix = HEAD + _model_prefix(adapters.model.config)
@@ -78,11 +74,9 @@ def save(adapters: Adapters, name: str, folder: str | Path) -> None:
         names.append(matrix)
     targets = shortest_targets(names, (matrix for p in projections(adapters.model) for matrix, _ in p.matrices))
     if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).unlink(missing_ok=True)
-        _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-        text = json.dumps(written_config(replace(adapter.config, targets=targets)), indent=1)
-        _replace(folder / CONFIG, lambda path: path.write_text(text + "\n"))
+        with replacing(folder, (CONFIG,)) as staging:
+            write_file(staging / WEIGHTS, [Spec(n, "F32", value.shape) for n, value in tensors.items()], tensors.values())
+            write_json(staging / CONFIG, written_config(replace(adapter.config, targets=targets)))
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"saved {folder}")
 
@@ -238,17 +232,3 @@ def _placed(p: Projection, scale: np.ndarray, matrices: list[_Matrix], faults: l
         rank = low.shape[-1]
         a[m.index][:, :rank], b[m.index][:rank] = low, up
     return Placed(p, a, b, scale)
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file that is complete or absent."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".saving-")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,12 +67,11 @@ def convert(
             return value
 
         specs = [spec for spec, _ in plan]
+        files = [f for f in source.iterdir() if f.is_file() and f.suffix != ".safetensors"]
+        others = [f for f in files if f.name not in (INDEX, "config.json")]
         write_folder(
-            target, specs, fetch, config=_config(source, config, to), max_shard_bytes=max_shard_bytes
+            target, specs, fetch, config=_config(source, config, to), max_shard_bytes=max_shard_bytes, beside=others
         )
-    for file in source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json"):
-            shutil.copyfile(file, target / file.name)
 
 
 def _plan(

@@ -103,14 +103,14 @@ def read_header(file: Path) -> dict[str, Tensor]:
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(_MAX_HEADER, size - 8):
             raise CheckpointError(
-                f"{file} is not a complete safetensors file: {size} bytes, header of {length} bytes."
+                f"{file} is not a complete safetensors file: {size} bytes, header of {length} bytes. Download it again."
             )
         try:
             raw = json.loads(f.read(length))
             raw.pop("__metadata__", None)
             tensors = {name: _tensor(file, 8 + length, **entry) for name, entry in raw.items()}
         except (ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file} has a damaged header: {error}") from error
+            raise CheckpointError(f"{file} has a damaged header: {error}. Download it again.") from error
     tensors = dict(sorted(tensors.items(), key=lambda item: item[1].start))
     end = 8 + length
     for name, t in tensors.items():
@@ -125,7 +125,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
         end = t.stop
     if end != size:
         state = "truncated" if end > size else "damaged"
-        raise CheckpointError(f"{file} is {state}: its header describes {end} bytes, the file has {size}.")
+        raise CheckpointError(
+            f"{file} is {state}: its header describes {end} bytes, the file has {size}. Download it again."
+        )
     return tensors
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 from k3jax.weights.reader import DTYPES, INDEX, SINGLE, CheckpointError, as_bytes, dtype_name, read_index
 
 STAGING = ".saving-"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Spec(NamedTuple):
@@ -39,9 +40,12 @@ def write_folder(
     *,
     config: Mapping[str, Any],
     max_shard_bytes: int,
+    beside: Sequence[Path] = (),
     writer: bool = True,
 ) -> None:
     """Writes tensors, config.json and, for several files, the index. `fetch(i)` returns specs[i]'s value.
+
+    Files in `beside` are copied into the folder with them.
 
     Values are fetched one at a time. The files are written to a hidden folder inside and moved when all are
     complete: until then an earlier checkpoint in the folder stays as it was, and two savers take turns.
@@ -53,14 +57,16 @@ def write_folder(
             for i in members:
                 fetch(i)
         return
-    with _replacing(Path(folder)) as staging:
+    with replacing(folder, (SINGLE, INDEX)) as staging:
         for name, members in shards:
-            _write_shard(staging / name, [specs[i] for i in members], map(fetch, members))
+            write_file(staging / name, [specs[i] for i in members], map(fetch, members))
         if len(shards) > 1:
             weight_map = {specs[i].name: name for name, members in shards for i in members}
             index = {"metadata": {"total_size": sum(s.nbytes for s in specs)}, "weight_map": weight_map}
-            _write_json(staging / INDEX, index)
-        _write_json(staging / "config.json", config)
+            write_json(staging / INDEX, index)
+        write_json(staging / "config.json", config)
+        for file in beside:
+            shutil.copyfile(file, staging / file.name)
 
 
 def _shards(specs: Sequence[Spec], limit: int) -> list[tuple[str, list[int]]]:
@@ -82,7 +88,8 @@ def _shards(specs: Sequence[Spec], limit: int) -> list[tuple[str, list[int]]]:
     return [(name, sorted(group, key=width)) for name, group in zip(names, groups, strict=True)]
 
 
-def _write_shard(file: Path, specs: Sequence[Spec], values: Iterator[np.ndarray]) -> None:
+def write_file(file: Path, specs: Sequence[Spec], values: Iterable[np.ndarray]) -> None:
+    """One safetensors file. `values` are asked for one at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
@@ -102,7 +109,7 @@ def _write_shard(file: Path, specs: Sequence[Spec], values: Iterator[np.ndarray]
         os.fsync(f.fileno())
 
 
-def _write_json(file: Path, value: Any) -> None:
+def write_json(file: Path, value: Any) -> None:
     with open(file, "w") as f:
         f.write(json.dumps(value, indent=1) + "\n")
         f.flush()
@@ -114,44 +121,55 @@ def _write(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A folder hidden in `folder`: its files replace the checkpoint's if the block succeeds, else they go.
+def disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk, a quota or a limit on the size of files is behind an error."""
+    while error is not None:
+        if getattr(error, "errno", None) in _FULL or any(os.strerror(number) in str(error) for number in _FULL):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
+
+@contextmanager
+def replacing(folder: str | Path, last: Sequence[str]) -> Iterator[Path]:
+    """A folder hidden in `folder`: its files replace those there if the block succeeds, else they go.
+
+    `last` are the files without which a folder is no checkpoint: the old ones go first, the new ones come last.
     Both folders are locked by flock, which the system drops when a process dies: what a killed saver left is
     removed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        with _locked(folder):
-            for old in folder.glob(STAGING + "*"):
-                with _locked(old, wait=False) as free:
-                    if free:
-                        shutil.rmtree(old, ignore_errors=True)
-            staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
-            stack.callback(shutil.rmtree, staging, ignore_errors=True)
-            stack.enter_context(_locked(staging))
-        try:
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            with _locked(folder):
+                for old in folder.glob(STAGING + "*"):
+                    with _locked(old, wait=False) as free:
+                        if free:
+                            shutil.rmtree(old, ignore_errors=True)
+                staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
+                stack.callback(shutil.rmtree, staging, ignore_errors=True)
+                stack.enter_context(_locked(staging))
             yield staging
             with _locked(folder):
-                _replace(folder, staging)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise
-            free = shutil.disk_usage(folder).free
-            reason = f"{os.strerror(error.errno)} while saving ({free} bytes free); {folder} is unchanged"
-            raise OSError(error.errno, reason) from error
+                _replace(folder, staging, last)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        free = next(shutil.disk_usage(f).free for f in (folder, *folder.parents) if f.exists())
+        reason = f"{os.strerror(error.errno)} while saving ({free} bytes free); {folder} is unchanged"
+        raise OSError(error.errno, f"{reason}. Free some space, or save to another disk.") from error
 
 
-def _replace(folder: Path, staging: Path) -> None:
+def _replace(folder: Path, staging: Path, last: Sequence[str]) -> None:
     """Moves the new files in, what makes them a checkpoint last: a half-done move is not taken for one."""
     try:
         old = set(read_index(folder / INDEX).values()) if (folder / INDEX).exists() else set()
     except CheckpointError:
         old = set()
-    for name in [INDEX, SINGLE, *old]:
+    for name in [*last, *old]:
         (folder / name).unlink(missing_ok=True)
-    for file in sorted(staging.iterdir(), key=lambda f: f.name in (SINGLE, INDEX)):
+    for file in sorted(staging.iterdir(), key=lambda f: f.name in last):
         os.replace(file, folder / file.name)
     fd = os.open(folder, os.O_RDONLY)
     os.fsync(fd)

@@ -8,6 +8,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any, ClassVar
 
+from k3jax.config import ConfigError
 from train.rl.arithmetic import MAX_NUMBERS, Expression, apply, evaluate, solve
 from train.rl.env import Message, StepResult, heldout_tasks, text_of, training_task
 
@@ -148,7 +149,7 @@ class Countdown:
             value = random_expression(numbers, self.operators, rng)[1]
             if value.denominator == 1 and self.lowest_target <= value <= self.highest_target:
                 return Task(numbers, int(value))
-        raise ValueError(
+        raise ConfigError(
             f"Numbers {self.lowest} to {self.highest} with {self.operators!r} almost never make a target "
             f"from {self.lowest_target} to {self.highest_target}. Widen one of the ranges."
         )

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from k3jax.config import ConfigError
+
 Message = dict[str, Any]
 Task = TypeVar("Task")
 
@@ -81,7 +83,7 @@ def training_task(
     for _ in range(_MAX_DRAWS):
         if not is_heldout(key(task := make(rng))):
             return task
-    raise ValueError("No training task was found: the settings allow almost no tasks. Widen their ranges.")
+    raise ConfigError("No training task was found: the settings allow almost no tasks. Widen their ranges.")
 
 
 def heldout_tasks(make: Callable[[random.Random], Task], key: Callable[[Task], str], n: int) -> list[Task]:
@@ -94,7 +96,7 @@ def heldout_tasks(make: Callable[[random.Random], Task], key: Callable[[Task], s
         if is_heldout(name := key(task)) and name not in found:
             found[name], draws = task, 0
         elif (draws := draws + 1) > _MAX_DRAWS:
-            raise ValueError(
+            raise ConfigError(
                 f"{n} held-out tasks were asked for, but these settings have only about {len(found)}. "
                 f"Ask for fewer, or widen the ranges of the settings."
             )

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from k3jax.config import ConfigError
 from train.rl.env import Message, StepResult, call_message, heldout_tasks, single_call, training_task
 
 Cell = tuple[int, int]  # row from the top, column from the left
@@ -132,7 +133,7 @@ class FrozenLake:
             lake = Lake(self.size, start, goal, frozenset(holes))
             if self.shortest_way <= lake.distances().get(start, 0) <= self.max_moves:
                 return lake
-        raise ValueError(
+        raise ConfigError(
             f"Lakes of size {self.size} with {self.holes} holes almost never have a way of "
             f"{self.shortest_way} to {self.max_moves} moves. Use fewer holes, or a smaller shortest_way."
         )

@@ -76,7 +76,12 @@ class RolloutFeed:
         assert subject.tokenizer is not None
         self.config, self.subject = config, subject
         most = config.groups * config.group_size
-        capacity = config.row_length + 1
+        capacity, context = config.row_length + 1, subject.model.config.context_length
+        if capacity > context:
+            raise ConfigError(
+                f"row_length={config.row_length}: an episode has up to {capacity} tokens, but the context of {config.checkpoint} "
+                f"is {context} tokens. Use row_length={context - 1} or less."
+            )
         sampler = Sampler(
             subject.model, subject.tokenizer, capacity=capacity, max_batch=1 << (most - 1).bit_length(),
             routes=subject.model.config.moe is not None,

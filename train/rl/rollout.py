@@ -10,6 +10,7 @@ import numpy as np
 from k3jax.chat import encode_chat, encode_chat_with_roles
 from k3jax.chat.format import ChatError, stop_token_ids
 from k3jax.chat.parser import parse_completion
+from k3jax.config import ConfigError
 from k3jax.sampling import Routes, Sample, Sampler, SamplingParams
 from k3jax.tokenizer import Tokenizer
 from train.rl.env import Episode, Message
@@ -93,7 +94,7 @@ class Player:
         trajectory = Trajectory(episode, group, episode.messages())
         trajectory.read(self._encode(trajectory))
         if len(trajectory.ids) >= self.capacity:
-            raise ValueError(
+            raise ConfigError(
                 f"A prompt has {len(trajectory.ids)} tokens, but an episode may have {self.capacity}. Use longer rows."
             )
         return trajectory
