@@ -6,6 +6,7 @@ flipped bits without a word.
 """
 
 import logging
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file, where a folder of checkpoints is needed: remove it or set out=….")
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
         try:
             self.manager = ocp.CheckpointManager(self.folder, options=options)
         except OSError as error:
@@ -53,6 +54,10 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         return sorted(self.manager.all_steps())
+
+    def _entries(self) -> list[int]:
+        """The steps that the folder names, whatever is left of their checkpoints."""
+        return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal())
 
     def save(self, step: int, state: State, position: dict[str, Any]) -> None:
         """Starts to write; the state may be donated as soon as this returns. Raises CheckpointError if the disk is full,
@@ -81,7 +86,7 @@ class Checkpoints:
         model, adapter or optimizer than `like`.
         """
         faults = []
-        for step in sorted({int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal()}, reverse=True):
+        for step in reversed(self._entries()):
             try:
                 state, position = self._read(step, like)
             except CheckpointError:
@@ -134,10 +139,13 @@ class Checkpoints:
             self.manager.delete(later)
 
     def _write_error(self, step: int | None, error: BaseException) -> CheckpointError:
+        """What to tell the user; what was written of the checkpoint is removed, for it takes space."""
+        for unfinished in self.folder.glob("*.orbax-checkpoint-tmp"):
+            shutil.rmtree(unfinished, ignore_errors=True)
         full = disk_full(error)
         what = "the disk is full" if full else _first_line(error)
         where = "A checkpoint" if step is None else f"The checkpoint of step {step}"
-        kept = ", ".join(map(str, self.steps)) or "none"
+        kept = ", ".join(map(str, self._entries())) or "none"
         return CheckpointError(
             f"{where} could not be written to {self.folder}: {what}. Complete checkpoints: {kept}. "
             f"{'Free some space' if full else 'Mend the cause'} and start the same command again; it goes on from the last."

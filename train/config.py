@@ -138,12 +138,12 @@ def command_line(kind: type[Config], main: Callable[[Config], object], examples:
     try:
         main(override(load_config(arguments[0], kind), arguments[1:]))
     except (ConfigError, RunError, CheckpointError, OSError) as error:
-        print(f"{type(error).__name__}: {error}{_AFTER_FULL if disk_full(error) else ''}", file=sys.stderr)
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and disk_full(error):
+            text = f"{text.removesuffix('.')}. When there is space, start the same command again: it goes on from its checkpoint."
+        print(text, file=sys.stderr)
         return 2
     return 0
-
-
-_AFTER_FULL = " What was complete before is intact: start the same command again when there is space, and the run goes on."
 
 
 def _silence_orbax() -> None:

@@ -88,8 +88,14 @@ def _resume(trainer: Trainer, feed: Feed, checkpoints: Checkpoints) -> int:
     if found is None:
         return 0
     step, state, position = found
-    checkpoints.discard_after(step)
     trainer.restore(state)
-    feed.restore(position)
+    try:
+        feed.restore(position)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{checkpoints.folder} belongs to a run with other data or of another kind: its position in the data is none of this "
+            "run's. Give the settings of that run, or name another folder (out=…)."
+        ) from error
+    checkpoints.discard_after(step)
     logger.info("Going on from step %d (%s).", step, checkpoints.folder)
     return step

@@ -5,7 +5,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,7 +23,7 @@ class MetricsFile:
 
     def add(self, step: int, figures: Figures) -> None:
         entry = {"step": step} | {k: v if math.isfinite(v) else None for k, v in figures.items()}
-        with self.path.open("a", encoding="utf-8") as file:
+        with self._writing(), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
@@ -42,10 +43,21 @@ class MetricsFile:
 
     def keep_until(self, step: int) -> None:
         """Drops the entries of later steps: the run does them again."""
+        if not self.path.exists():
+            return
         kept = [entry for entry in self.read() if entry["step"] <= step]
         partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-        os.replace(partial, self.path)
+        with self._writing():
+            partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+            os.replace(partial, self.path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Names the file in errors of writing, which come without it."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 def plot(entries: Sequence[Mapping[str, Any]], path: str | Path, names: Sequence[str] = PLOTTED) -> None:

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from k3jax.config import K3Config
 from k3jax.lora.adapters import Adapters, LoRAConfig, Placed
-from k3jax.lora.peft_config import CONFIG, AdapterError, read_config, written_config
+from k3jax.lora.peft_config import CONFIG, AdapterError, base_name, read_config, written_config
 from k3jax.lora.targets import Projection, ends_with, projections, shortest_targets
 from k3jax.weights.names import PREFIX, Spelling
 from k3jax.weights.reader import CheckpointError, Reader, Tensor, read_header
@@ -35,6 +35,7 @@ def load(adapters: Adapters, name: str, folder: str | Path) -> int:
 
     Every module that the config targets must have both tensors, and no other tensor may be there. Raises
     FileNotFoundError; AdapterError with the list of faults; ValueError if columns are lacking or the name is taken.
+    Two bases of equal shapes cannot be told apart: the format has a name for the base, but no trace of its weights.
     """
     folder = Path(folder)
     config, targeted = read_config(folder)
@@ -93,7 +94,9 @@ def _halves(p: Projection) -> tuple[str, str]:
 def _raise(folder: Path, faults: list[str]) -> None:
     if faults:
         more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
-        raise AdapterError(f"{folder} does not fit this model:\n  " + "\n  ".join(faults[:20]) + more)
+        base = base_name(folder)
+        made = f" It was made for {base}." if base else ""
+        raise AdapterError(f"{folder} does not fit this model.{made}\n  " + "\n  ".join(faults[:20]) + more)
 
 
 class _Matrix:

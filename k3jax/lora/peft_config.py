@@ -63,6 +63,11 @@ def read_config(folder: Path) -> tuple[LoRAConfig, Callable[[str], bool]]:
         raise AdapterError(f"{path}: {error}") from None
 
 
+def base_name(folder: Path) -> str | None:
+    """The name of the base model in the config of a folder that `read_config` has read, if there is one."""
+    return json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
+
+
 def _targeted(raw: Mapping[str, Any], modules: Any, parameters: list[str]) -> Callable[[str], bool]:
     """PEFT's rules: a list is of last parts of names, a string is a pattern for a whole name; layers restrict a list."""
     named, excluded = _selector(modules), _selector(raw.get("exclude_modules") or [])
