@@ -179,19 +179,15 @@ def _kind(leaf: Array) -> str:
 def _arrays(state: State) -> dict[str, list[Any]]:
     """[dtype and shape, checksum] of every array."""
     leaves = _leaves(state)
-    sums = jax.device_get(_checksums(leaves))
+    sums = jax.device_get({name: _checksum(leaf) for name, leaf in leaves.items()})
     return {name: [_kind(leaf), int(sums[name])] for name, leaf in leaves.items()}
 
 
 @jax.jit
-def _checksums(leaves: dict[str, Array]) -> dict[str, UInt32[Array, ""]]:
-    """The bits of each array as unsigned numbers, summed modulo 2^32."""
-
-    def checksum(x: Array) -> UInt32[Array, ""]:
-        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-        return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
-
-    return {name: checksum(leaf) for name, leaf in leaves.items()}
+def _checksum(x: Array) -> UInt32[Array, ""]:
+    """The bits of each number, read as unsigned, summed modulo 2^32. Arrays may lie on different devices: one call each."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
 
 
 def _first_line(error: BaseException) -> str:

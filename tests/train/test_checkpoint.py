@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from train.checkpoint import CheckpointError, Checkpoints
 from train.step import State
@@ -50,6 +51,33 @@ def test_the_latest_checkpoint_comes_back_whole(saved):
         step, restored, position = checkpoints.restore(state(0))
     assert (step, position) == (3, {"next": 3})
     assert same(restored, state(3))
+
+
+def test_arrays_on_several_devices_come_back_on_them(tmp_path):
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    weights = {"w": jnp.arange(64.0).reshape(8, 8), "h": jnp.ones(8, jnp.bfloat16)}
+    spread = {name: jax.device_put(x, NamedSharding(mesh, PartitionSpec("b"))) for name, x in weights.items()}
+    live, plain = (State(w, {}, optax.adamw(1e-3).init(w), jnp.int32(1)) for w in (spread, weights))
+    with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+        checkpoints.save(1, live, {})
+        checkpoints.wait()
+        for like in (live, plain):
+            restored = checkpoints.restore(like)[1]
+            assert same(restored, plain) and restored.weights["w"].sharding == like.weights["w"].sharding
+
+
+def test_a_changed_bit_is_seen(tmp_path):
+    """Orbax alone restores it: values have no checksum on disk."""
+    with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
+        for step in (1, 2):
+            noise = {"w": jax.random.normal(jax.random.key(step), (64, 64))}
+            checkpoints.save(step, State(noise, {}, (), jnp.int32(step)), {})
+    file = max((f for f in (tmp_path / "c" / "2").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
+        assert checkpoints.restore(State(noise, {}, (), jnp.int32(0)))[0] == 1
 
 
 def test_a_new_folder_has_nothing_to_restore(tmp_path):
