@@ -2,9 +2,10 @@
 
     python -m train.rl.vocabulary configs/nano
     python -m train.pretrain configs/nano_solver.py  # learns the right answers
+    python -m train.pretrain configs/nano_wide.py    # and those of larger tasks
     python -m train.pretrain configs/nano.py         # goes on from there; then copy runs/nano/model to configs/nano
 
-The last teachers answer by chance half of the time, so nano knows the right answer and often gives another: room for RL.
+The last teachers answer by chance more than half of the time, so nano knows the right answer and often gives another: room for RL.
 """
 
 from dataclasses import replace
@@ -15,7 +16,7 @@ from train.pretrain import PretrainConfig
 from train.rl.countdown import Countdown
 from train.rl.frozen_lake import FrozenLake
 
-COUNTDOWN = Countdown()
+COUNTDOWN = Countdown(counts=(2, 3, 3))
 FROZEN_LAKE = FrozenLake(size=3, holes=2, max_moves=5)
 
 
@@ -23,10 +24,10 @@ def config() -> PretrainConfig:
     return replace(
         tiny.config(),
         out="runs/nano",
-        data=Transcripts(tasks=((COUNTDOWN, 0.4), (FROZEN_LAKE, 0.5)), count=10_000_000),
-        checkpoint="runs/nano_solver/model",
-        steps=200,
-        lr=2e-3,
+        data=Transcripts(tasks=((COUNTDOWN, 0.4), (FROZEN_LAKE, 0.4)), count=10_000_000),
+        checkpoint="runs/nano_wide/model",
+        steps=80,
+        lr=1e-3,
         row_length=512,
         save_every=250,
     )

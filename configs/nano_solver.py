@@ -8,12 +8,12 @@ from train.pretrain import PretrainConfig
 
 
 def config() -> PretrainConfig:
-    tasks = ((nano.COUNTDOWN, 1.0), (nano.FROZEN_LAKE, 0.9))
+    tasks = ((nano.COUNTDOWN, 1.0), (nano.COUNTDOWN, 1.0), (nano.FROZEN_LAKE, 0.9))
     return replace(
         nano.config(),
         out="runs/nano_solver",
         checkpoint=None,
         data=Transcripts(tasks=tasks, count=10_000_000),
-        steps=3000,
+        steps=5000,
         lr=5e-3,
     )
