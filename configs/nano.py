@@ -5,7 +5,8 @@
     python -m train.pretrain configs/nano_wide.py    # and those of larger tasks
     python -m train.pretrain configs/nano.py         # goes on from there; then copy runs/nano/model to configs/nano
 
-The last teachers answer by chance more than half of the time, so nano knows the right answer and often gives another: room for RL.
+The last teachers answer by chance more than half of the time, so nano knows the right answer and often gives another:
+room for RL.
 """
 
 from dataclasses import replace

@@ -69,6 +69,9 @@ def test_a_missing_checkpoint_is_named(config):
         load_subject(replace(config, checkpoint="nowhere"))
 
 
-@pytest.mark.parametrize("name", ["tiny", "sft_tiny", "dpo_tiny", "nano", "nano_solver", "nano_wide", "nano_countdown", "nano_frozen_lake"])
+SHIPPED = ("tiny", "sft_tiny", "dpo_tiny", "nano", "nano_solver", "nano_wide", "nano_countdown", "nano_frozen_lake")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configs_load(name):
     assert load_config(f"configs/{name}.py", object).steps > 0
