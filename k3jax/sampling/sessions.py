@@ -69,8 +69,8 @@ class SessionStore:
         return load(self._rows, np.array(slots, np.int32), capacity=capacity)
 
     def put(self, rows: Rows, sessions: Sequence[Session | None]) -> None:
-        """Keeps the rows that have a session. If they are more than the slots, the last ones stay."""
-        slot_of_row = [self.slots] * len(sessions)
+        """Keeps the rows that have a session; there may be more rows. If they outnumber the slots, the last ones stay."""
+        slot_of_row = [self.slots] * rows.hidden.shape[0]
         for row, session in enumerate(sessions):
             if session is None:
                 continue

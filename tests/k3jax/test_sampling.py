@@ -325,6 +325,14 @@ def test_a_prefix_serves_prompts_that_add_any_number_of_tokens_and_stays_as_it_w
         jax.tree.map(np.testing.assert_array_equal, stored(), before)
 
 
+def test_a_prefix_is_kept_where_the_smallest_batch_has_more_rows_than_one():
+    sampler, params = new_sampler(max_batch=8), SamplingParams(max_tokens=4, temperature=0)
+    (cold,) = sampler.generate([IDS[:22]], params)[0]
+    sampler.prefix(IDS[:20])
+    (warm,) = sampler.generate([IDS[:22]], params)[0]
+    assert warm.cached_tokens == 20 and warm.ids == cold.ids
+
+
 def test_a_prefix_without_logprobs_is_not_used_when_they_are_asked_for():
     sampler = new_sampler()
     sampler.prefix(IDS[:20])
