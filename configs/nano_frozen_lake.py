@@ -16,12 +16,12 @@ def config() -> RLConfig:
         group_size=8,
         max_turn_tokens=64,
         max_turns=5,
-        steps=45,
-        lr=4e-3,
+        steps=60,
+        lr=1e-3,
         clip=0.004,  # tokens drawn against all odds have gradients ten times the usual
         rows=8,
         row_length=511,
         remat="none",
         heldout=32,
-        heldout_every=15,
+        heldout_every=20,
     )
