@@ -37,6 +37,15 @@ def test_long_texts_are_cut_where_the_reference_cuts_them(case):
     assert hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest() == case["sha256_of_int32_le"]
 
 
+@pytest.mark.parametrize("before", ["", "a run of its own: "])
+def test_a_run_is_cut_after_every_25_000_characters_even_inside_a_token(before):
+    run = "the" * 20_000
+    cut = [run[start : start + 25_000] for start in range(0, len(run), 25_000)]
+    ids = TOKENIZER.encode(before + run)
+    assert ids == TOKENIZER.encode(before + cut[0]) + TOKENIZER.encode(cut[1]) + TOKENIZER.encode(cut[2])
+    assert len(ids) > len(TOKENIZER.encode(before)) + 20_000  # "the" is a token, but not where it was cut
+
+
 @pytest.mark.parametrize("case", CASES["decode"], ids=lambda case: str(case["ids"][:4]))
 def test_ids_decode_to_the_official_text(case):
     assert TOKENIZER.decode(case["ids"]) == case["text"]
