@@ -9,10 +9,11 @@ def config() -> SFTConfig:
     return SFTConfig(
         out="runs/sft_tiny",
         checkpoint="configs/nano",
-        adapter=LoRAConfig(rank=8, alpha=16),
+        # the head, too: nano has never written "="
+        adapter=LoRAConfig(rank=8, alpha=16, targets=("attention", "latent", "shared_experts", "mlp", "head")),
         data=Jsonl(path="configs/samples/chats.jsonl"),
-        steps=40,
-        lr=3e-3,
+        steps=60,
+        lr=5e-3,
         rows=4,
         row_length=256,
     )
