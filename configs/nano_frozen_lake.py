@@ -10,15 +10,16 @@ def config() -> RLConfig:
     return RLConfig(
         out="runs/nano_frozen_lake",
         checkpoint="configs/nano",
-        adapter=LoRAConfig(rank=8, alpha=16),
+        # One token in forty decides, and nano knows the right one. On other layers the words that are no move rise, too, and
+        # the gradient of the few that get drawn drowns the rest (docs/demo.md).
+        adapter=LoRAConfig(rank=8, alpha=16, targets=("head",)),
         environment=FROZEN_LAKE,
         groups=8,
         group_size=8,
         max_turn_tokens=64,
         max_turns=5,
-        steps=60,
-        lr=1e-3,
-        clip=0.004,  # tokens drawn against all odds have gradients ten times the usual
+        steps=40,
+        lr=1e-2,
         rows=8,
         row_length=511,
         remat="none",

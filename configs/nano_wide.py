@@ -17,6 +17,6 @@ def config() -> PretrainConfig:
         out="runs/nano_wide",
         checkpoint="runs/nano_solver/model",
         data=Transcripts(tasks=tasks, count=10_000_000, seed=1),
-        steps=1200,
+        steps=4000,
         lr=4e-3,
     )
