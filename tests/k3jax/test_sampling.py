@@ -37,16 +37,23 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
-def new_model() -> K3:
+LORA = LoRAConfig(rank=2, alpha=4, targets=("attention", "head"))
+
+
+def new_adapters() -> Adapters:
     """A small model with two adapters, 1 and 2, that change what it says. Made by numpy: nothing is compiled for it."""
     model = nnx.eval_shape(lambda: K3(CONFIG, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(model)
     model = nnx.merge(graphdef, jax.tree.map_with_path(lambda path, a: random(a.shape, 0.3, "norm" in str(path)), state))
-    adapters = Adapters(model, columns=4, targets=("attention", "head"))
+    adapters = Adapters(model, columns=4, targets=LORA.targets)
     for seed, name in enumerate(("one", "two")):
-        adapters.add(name, LoRAConfig(rank=2, alpha=4, targets=("attention", "head")), seed=seed)
+        adapters.add(name, LORA, seed=seed)
     randomise_adapters(model, 0.1)
-    return model
+    return adapters
+
+
+def new_model() -> K3:
+    return new_adapters().model
 
 
 def randomise_adapters(model: K3, std: float) -> None:
@@ -386,6 +393,24 @@ def test_states_made_by_other_weights_are_dropped():
         assert_same(a, b)
     model.lm_head.kernel[...] = model.lm_head.kernel[...] * 0.5
     assert cached() == [0] * 4
+
+
+def test_an_adapter_in_the_columns_of_a_removed_one_gets_nothing_of_it():
+    adapters, params = new_adapters(), SamplingParams(max_tokens=8, seed=0)
+    sampler = new_sampler(adapters.model)
+    sampler.prefix(IDS[:20], adapter=1)
+    before = sampler.generate([IDS[:22]] * 4, params, [0, 1, 2, 1])
+    columns = adapters["one"].columns
+    adapters.remove("one")
+    new = adapters.add("three", LORA)  # its B is zero: it says what the base says
+    assert adapters["three"].columns == columns
+    after = sampler.generate([IDS[:22]] * 4, params, [0, new, 2, new])
+    assert [row[0].cached_tokens for row in after] == [0] * 4
+    assert before[1][0].ids != before[0][0].ids
+    for row, as_before in zip(after, (0, 0, 2, 0), strict=True):
+        assert_same(row[0], before[as_before][0])
+    with pytest.raises(ValueError, match="adapter 1, which the model does not have"):
+        sampler.generate([IDS[:22]], params, 1)
 
 
 def test_the_least_recently_used_state_makes_room():

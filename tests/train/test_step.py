@@ -206,6 +206,30 @@ def test_an_adapter_trains_alone(two_adapters, two_layers):
     assert trainer.state.biases == {}
 
 
+def test_two_adapters_on_one_model_train_in_turns_at_their_own_rates_as_each_alone(two_adapters, two_layers):
+    adapters, fast = two_adapters
+    config = replace(CONFIG, lr=1e-3, weight_decay=0.5)
+    loss = loss_named("cross_entropy")
+    slow = Subject(adapters.model, None, adapters, "other").trainer(lambda id: TokenObjective(loss, 12, adapter=id), config)
+    batch, names, start = [token_batch(two_layers.vocab_size)], {fast: "mine", slow: "other"}, jax.tree.map(np.array, fast.state)
+
+    def after(*turns):
+        """What is in each adapter after steps of these trainers, from the start."""
+        for trainer in names:
+            trainer.restore(jax.tree.map(jnp.array, start))
+        for trainer in turns:
+            trainer.step(batch)
+        return {trainer: adapters.content_version(name) for trainer, name in names.items()}
+
+    untrained, mixed = after(), after(fast, slow, fast, fast, slow)
+    assert after(fast, fast, fast) == {fast: mixed[fast], slow: untrained[slow]}
+    assert after(slow, slow) == {fast: untrained[fast], slow: mixed[slow]}
+    after(slow, fast)
+    for name, rate in (("mine", 1e-1), ("other", 1e-3)):  # the first step of Adam is one rate long; B was zero
+        longest = max(np.abs(part.b).max() for part in adapters.read(name))
+        assert longest == pytest.approx(rate, rel=1e-2)
+
+
 def test_adapters_that_are_loaded_while_another_trains_change_nothing_and_stay(two_adapters, two_layers, tmp_path):
     adapters, trainer = two_adapters
     batch = [token_batch(two_layers.vocab_size)]
