@@ -157,7 +157,7 @@ class ChatParser:
         self._decoder = StreamDecoder(tokenizer)
         self._tag = bytearray()  # of the tag that is being read
         self._reading: Literal["open", "close"] | None = None
-        self._blank = ""  # whitespace that becomes text only if text follows it
+        self._blank: list[str] = []  # whitespace that becomes text only if text follows it
         self._calls = 0
         self._call: _Call | None = None  # the one that is open
         self._deltas: list[Delta] = []
@@ -254,7 +254,7 @@ class ChatParser:
 
     def _enter(self, place: Place) -> None:
         self._place = place
-        self._blank = ""
+        self._blank.clear()
 
     def _end_turn(self) -> None:
         self._end_call()
@@ -291,11 +291,10 @@ class ChatParser:
 
     def _write(self, text: str) -> None:
         if self._place in ("message", "call"):
-            text = self._blank + text
+            self._blank.append(text)
             if not text.strip():
-                self._blank = text
                 return
-            self._blank = ""
+            text = "".join(self._blank)
             self._open("response" if self._place == "message" else "json", {})
         if not text:
             return

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -325,6 +326,20 @@ def test_long_arguments_come_through_in_pieces_of_any_size():
     for size in (1, 7, 16, 4096):
         (call,) = in_steps(ids, [size]).tool_calls
         assert json.loads(call.arguments) == {"a": long, "b": [long]}
+
+
+@pytest.mark.parametrize("before", ["", "/think»", "«tools»", '«tools»«call tool="f"»', f"«tools»{CALL[:-6]}", "«call "])
+@pytest.mark.parametrize("unit", [" ", '"', 'a="'])
+def test_endless_repetition_anywhere_takes_linear_time(before, unit):
+    """What is held back is never read again token by token."""
+    parser = ChatParser(TOKENIZER)
+    parser.feed(tokens(before))
+    start, ids = time.process_time(), TOKENIZER.encode(unit)
+    for _ in range(200_000):
+        parser.feed(ids)
+    parser.feed(tokens("»"))
+    parser.finish()
+    assert time.process_time() - start < 3
 
 
 def test_one_feed_may_close_a_call_and_open_the_next():
