@@ -43,8 +43,8 @@ def convert(
 ) -> None:
     """Writes the checkpoint in `source` to the folder `target`.
 
-    to          form of the routed experts, everything else then in the release's bf16 or fp32; None keeps all
-    dtypes scale_bias  exponent bias of the MXFP4 scales read (k3jax.weights.checkpoint.load); those written have 127
+    to          form of the routed experts, everything else then in the release's bf16 or fp32; None keeps all dtypes
+    scale_bias  exponent bias of the MXFP4 scales read (k3jax.weights.checkpoint.load); those written have 127
 
     Other files of the folder (tokenizer, …) are copied. Raises CheckpointError if the source does not fit its
     config.
