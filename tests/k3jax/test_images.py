@@ -2,6 +2,7 @@ import hashlib
 import io
 import json
 import logging
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -107,6 +108,19 @@ def test_an_image_over_the_limits_is_shrunk_within_them():
             layout.new_width + layout.pad_width,
             layout.new_height + layout.pad_height,
         )
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_arrays_of_a_large_image_take_four_times_its_patches_at_most(mode):
+    config, image = ImageConfig(in_patch_limit=1024), Image.new(mode, (3000, 3000))
+    image.load()
+    tracemalloc.start()
+    try:
+        patches = preprocess(image, config)
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held < 4 * patches.pixel_values.nbytes
 
 
 def test_sixteen_bit_grey_keeps_its_range():
