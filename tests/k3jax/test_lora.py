@@ -27,6 +27,7 @@ class Subject:
     """A model with adapters, and its programs, which compile once per shape of their arguments."""
 
     def __init__(self, programs, columns=24):
+        self.bare = programs
         self.model = nnx.merge(programs.graphdef, programs.state)
         self.adapters = Adapters(self.model, columns=columns)
         self.traces = 0
@@ -148,6 +149,13 @@ def test_adapter_zero_and_an_adapter_whose_b_is_zero_equal_the_base_bitwise(case
     with_adapters = subject.forward(inputs.ids, inputs.segments, rows(0, zero, other))
     np.testing.assert_array_equal(with_adapters[:2], base[:2])
     assert np.abs(with_adapters[2] - base[2]).max() > 0.1
+
+
+def test_rank_columns_beside_every_projection_leave_what_the_bare_model_computes(subject, inputs):
+    """Gates, norms and activations around the projections included: nothing is skipped because a pool is there."""
+    zero = subject.adapters.add("zero", LoRAConfig(rank=4, alpha=8, targets=ALL), seed=1)
+    bare = subject.bare.forward(subject.bare.state, inputs.ids, inputs.segments)
+    assert_close(subject.forward(inputs.ids, inputs.segments, rows(0, zero, 0)), bare)
 
 
 def variant(case, config):
