@@ -5,8 +5,7 @@
     python -m train.pretrain configs/nano_wide.py    # and those of larger tasks
     python -m train.pretrain configs/nano.py         # goes on from there; then copy runs/nano/model to configs/nano
 
-The last teachers answer by chance more than half of the time, so nano knows the right answer and often gives another:
-room for RL.
+The last teachers mostly answer by chance, and briefly: nano keeps the right answers and often gives others. Room for RL.
 """
 
 from dataclasses import replace
@@ -25,10 +24,10 @@ def config() -> PretrainConfig:
     return replace(
         tiny.config(),
         out="runs/nano",
-        data=Transcripts(tasks=((COUNTDOWN, 0.4), (FROZEN_LAKE, 0.4)), count=10_000_000),
+        data=Transcripts(tasks=((COUNTDOWN, 0.4), (FROZEN_LAKE, 0.1)), count=10_000_000),
         checkpoint="runs/nano_wide/model",
-        steps=80,
-        lr=1e-3,
+        steps=90,
+        lr=7e-4,
         row_length=512,
         save_every=250,
     )
