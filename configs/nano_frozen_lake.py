@@ -14,15 +14,15 @@ def config() -> RLConfig:
         # the gradient of the few that get drawn drowns the rest (docs/demo.md).
         adapter=LoRAConfig(rank=8, alpha=16, targets=("head",)),
         environment=FROZEN_LAKE,
-        groups=8,
+        groups=16,
         group_size=8,
         max_turn_tokens=64,
         max_turns=5,
-        steps=40,
+        steps=36,
         lr=1e-2,
         rows=8,
         row_length=511,
         remat="none",
         heldout=32,
-        heldout_every=20,
+        heldout_every=18,
     )
