@@ -83,15 +83,15 @@ def draw(name: str, curve: Sequence[dict[str, Any]], path: Path) -> None:
 def compare(sampler: Sampler, tokenizer: Tokenizer, adapters: Adapters, configs: dict[str, RLConfig]) -> None:
     """One batch: held-out prompts of both tasks, each answered by the base and by both adapters, the prompt cached once."""
     choices = {"base": 0} | {name: adapters.id(name) for name in configs}
-    episodes = [(name, episode) for name, config in configs.items() for episode in config.environment.heldout(3)]
-    params = SamplingParams(max_tokens=64, temperature=0.0, stop_ids=tuple(stop_token_ids(tokenizer)))
+    episodes = [(name, episode) for name, config in configs.items() for episode in config.environment.heldout(6)]
+    params = SamplingParams(max_tokens=64, seed=0, stop_ids=tuple(stop_token_ids(tokenizer)))
     prompts = [encode_chat(tokenizer, episode.messages(), tools=episode.tools, thinking=False) for _, episode in episodes]
     for adapter in choices.values():
         for prompt in prompts:
             sampler.prefix(prompt[:-1], adapter)
     rows = [(prompt, adapter) for prompt in prompts for adapter in choices.values()]
     answers = [row[0] for row in sampler.generate([p for p, _ in rows], params, [a for _, a in rows])]
-    print("\nThe same held-out prompts in one batch, greedy:\n")
+    print("\nThe same held-out prompts in one batch, drawn at temperature 1:\n")
     print(f"{'prompt':24}" + "".join(f"{choice:>16}" for choice in choices))
     for n, (_, episode) in enumerate(episodes):
         texts = [shown(tokenizer, answer.ids) for answer in answers[n * len(choices) : (n + 1) * len(choices)]]
