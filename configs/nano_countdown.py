@@ -14,11 +14,11 @@ def config() -> RLConfig:
         groups=80,
         group_size=8,
         max_turn_tokens=24,
-        steps=50,
+        steps=32,
         lr=2e-3,
         rows=32,
         row_length=255,
         remat="none",
         heldout=64,
-        heldout_every=25,
+        heldout_every=16,
     )
