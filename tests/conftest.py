@@ -137,7 +137,7 @@ def small_config(**changes) -> K3Config:
 
 
 def build(config: K3Config, seed: int = 0) -> K3:
-    """A random model whose norms and router biases are random too."""
+    """A random model whose norms, router biases and decay rates are random too."""
 
     @partial(jax.jit, out_shardings=None)
     def state():
@@ -152,6 +152,8 @@ def build(config: K3Config, seed: int = 0) -> K3:
             return jnp.asarray(0.1 * rng.standard_normal(value.shape), value.dtype)
         if last == "weight" and "norm" in kind:
             return value * jnp.asarray(1 + 0.2 * rng.standard_normal(value.shape), value.dtype)
+        if last == "A_log":
+            return jnp.asarray(0.5 * rng.standard_normal(value.shape), value.dtype)
         return value
 
     flat = [(path, v.replace(shake(path, v.get_value()))) for path, v in nnx.to_flat_state(state())]
