@@ -1,5 +1,6 @@
 """A K3Config as the official config.json."""
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def _moe(m: MoEConfig) -> dict[str, Any]:
         "moe_router_activation_func": m.score, "use_grouped_topk": True, "topk_method": "noaux_tc",
         "num_expert_group": m.num_groups, "topk_group": m.groups_per_token,
         "first_k_dense_replace": m.first_layer, "moe_layer_freq": m.layer_freq,
-    } | ({"quantization_config": MXFP4} if m.mxfp4 else {})  # fmt: skip
+    } | ({"quantization_config": deepcopy(MXFP4)} if m.mxfp4 else {})  # fmt: skip
 
 
 def _vision(v: VisionConfig, text_hidden_size: int) -> dict[str, Any]:

@@ -135,6 +135,69 @@ def test_a_contradiction_is_refused_by_name(case: str, edit: Any, word: str):
     assert word in str(error.value)
 
 
+GROUP = "text_config.quantization_config.config_groups.group_0"
+UNSUPPORTED = [
+    ("k3_mxfp4_tiny", "text_config.quantization_config", {"quant_method": "gptq", "bits": 4}, "quant_method='gptq'"),
+    ("k3_mxfp4_tiny", "text_config.quantization_config", {}, "quantization_config lacks 'quant_method'"),
+    ("k3_mxfp4_tiny", "text_config.quantization_config.format", "int-quantized", "'int-quantized'.*'mxfp4-pack-quantized'"),
+    ("k3_mxfp4_tiny", "text_config.quantization_config.surprise", 1, "quantization_config: unknown field 'surprise'"),
+    ("k3_mxfp4_tiny", "text_config.quantization_config.kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme="),
+    ("k3_mxfp4_tiny", "text_config.quantization_config.config_groups", {}, "config_groups must hold one group"),
+    ("k3_mxfp4_tiny", f"{GROUP}.input_activations", {"num_bits": 8}, "group_0: input_activations="),
+    ("k3_mxfp4_tiny", f"{GROUP}.targets", ["Embedding"], "group_0: targets="),
+    ("k3_mxfp4_tiny", f"{GROUP}.weights.num_bits", 8, "weights: num_bits=8 is not supported, only 4"),
+    ("k3_mxfp4_tiny", f"{GROUP}.weights.type", "int", "type='int' is not supported, only 'float'"),
+    ("k3_mxfp4_tiny", f"{GROUP}.weights.group_size", 16, "group_size=16 is not supported, only 32"),
+    ("k3_mxfp4_tiny", f"{GROUP}.weights.zp_dtype", "torch.uint8", "zp_dtype='torch.uint8' is not supported, only None"),
+    ("k3_mxfp4_tiny", f"{GROUP}.weights.observr", "minmax", "unknown field 'observr'; did you mean 'observer'"),
+    ("k3_mxfp4_tiny", "text_config.num_experts", 0, "quantization_config describes MXFP4 experts, but num_experts"),
+    ("k3_mxfp4_tiny", "quantization_config", {"quant_method": "gptq"}, "quantization_config is .*gptq.* at the top but"),
+    ("k3_text_tiny", "model_type", "llama", "model_type='llama' is not supported, only 'kimi_k3'"),
+    ("k3_text_tiny", "text_config.model_type", "llama", "text_config: model_type='llama' is not supported, only 'kimi_linear'"),
+    ("kimi_linear_tiny", "model_type", "llama", "model_type='llama' is not supported, only 'kimi_linear'"),
+    ("kimi_linear_tiny", "architectures", ["LlamaForCausalLM"], "architectures=.*only .'KimiLinearForCausalLM'"),
+    ("vision_tiny", "vision_config.model_type", "siglip", "vision_config: model_type='siglip'"),
+    ("vision_tiny", "vision_config.dtype", "float16", "vision_config: dtype='float16' is not supported, only None or 'bfloat16'"),
+    ("kimi_linear_tiny", "rope_parameters", {"rope_type": "yarn", "factor": 4}, "rope_parameters: rope_type='yarn'.*'default'"),
+    ("kimi_linear_tiny", "rope_scaling", {"type": "yarn"}, "rope_scaling: type='yarn' is not supported, only 'default'"),
+    ("kimi_linear_tiny", "rope_scaling", {"factor": 4}, "rope_scaling: unknown field 'factor'"),
+    ("kimi_linear_tiny", "rope_theta", "10000", "rope_theta must be a finite number, got '10000'"),
+    ("kimi_linear_tiny", "torch_dtype", "float32", "torch_dtype='float32' contradicts dtype='bfloat16'"),
+    ("k3_text_tiny", "text_config.rms_norm_eps", -1, "rms_norm_eps must be a positive, finite number, got -1"),
+    ("k3_text_tiny", "text_config.rms_norm_eps", "1e-5", "rms_norm_eps must be a finite number, got '1e-5'"),
+    ("k3_text_tiny", "text_config.initializer_range", -1, "initializer_range must be a number of at least 0, got -1"),
+    ("k3_text_tiny", "text_config.activation_situ_beta", 0, "activation_situ_beta must be a positive, finite number, got 0"),
+    ("k3_text_tiny", "text_config.routed_scaling_factor", -1, "routed_scaling_factor must be a positive, finite number, got -1"),
+    ("k3_text_tiny", "text_config.first_k_dense_replace", 99, "first_k_dense_replace=99 exceeds num_hidden_layers=13"),
+    ("k3_text_tiny", "text_config.head_dim", 7, r"head_dim=7 is no size of a head: \[8, 16, 24\]"),
+    ("k3_text_tiny", "media_placeholder_token_id", 320, r"media_placeholder_token_id must be a token id in 0..319 .*got 320"),
+    ("kimi_linear_tiny", "pad_token_id", "x", "pad_token_id must be a token id in 0..255 .*got 'x'"),
+    ("kimi_linear_tiny", "pad_token_id", None, "pad_token_id must be a token id in 0..255 .*got None"),
+    ("kimi_linear_tiny", "bos_token_id", True, "bos_token_id must be a token id in 0..255 .*got True"),
+    ("kimi_linear_tiny", "eos_token_id", 10**9, "eos_token_id must be a token id in 0..255 .*got 1000000000"),
+    ("kimi_linear_tiny", "is_encoder_decoder", True, "is_encoder_decoder=True is not supported, only False"),
+    ("kimi_linear_tiny", "add_cross_attention", True, "add_cross_attention=True is not supported, only False"),
+    ("kimi_linear_tiny", "pruned_heads", {"0": [1]}, "pruned_heads="),
+    ("vision_tiny", "vision_config.projector_ln_eps", 0, "projector_ln_eps must be a positive, finite number, got 0"),
+    ("vision_tiny", "vision_config.merge_kernel_size", [2, 0], r"merge_kernel_size must be .*at least 1, got \[2, 0\]"),
+]
+
+
+@pytest.mark.parametrize(("case", "path", "value", "message"), UNSUPPORTED, ids=[f"{p}={v}"[-60:] for _, p, v, _ in UNSUPPORTED])
+def test_what_is_not_implemented_or_cannot_be_is_refused_with_what_was_given_and_what_is_supported(
+    case: str, path: str, value: Any, message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        K3Config.from_dict(edited(case, (path, value)))
+
+
+def test_groups_of_experts_that_are_used_cannot_be_switched_off():
+    groups = ("num_expert_group", 4), ("topk_group", 2)
+    assert K3Config.from_dict(edited("kimi_linear_tiny", *groups)).moe.groups_per_token == 2
+    with pytest.raises(ConfigError, match="use_grouped_topk=False contradicts topk_group=2 of num_expert_group=4"):
+        K3Config.from_dict(edited("kimi_linear_tiny", *groups, ("use_grouped_topk", False)))
+
+
 def test_a_decay_without_a_bound_is_the_softplus_form_however_it_is_written():
     bound = "text_config.linear_attn_config.gate_lower_bound"
     assert K3Config.from_dict(edited("k3_text_tiny", (bound, ...))).kda.decay_floor is None
@@ -172,6 +235,21 @@ def test_the_released_k3_has_its_layers_parameters_and_tower():
     count = count_parameters(config)
     assert round(count.total / 1e8) == 27795 and round(count.active / 1e8) == 1054
     assert count.vision == pytest.approx(401e6 + 46e6, rel=0.005)
+
+
+def test_the_released_k3_reads_alike_with_what_transformers_writes_beside_it():
+    """Its own config.json has what compressed-tensors adds; saved again by transformers, also head_dim and rope_parameters."""
+    raw = k3.config().to_dict()
+    text, vision = raw["text_config"], raw["vision_config"]
+    quantization = text["quantization_config"]
+    quantization |= {"global_compression_ratio": None, "kv_cache_scheme": None, "ignore": ["re:.*self_attn.*", "re:.*lm_head.*"]}
+    unused = {"actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {}, "zp_dtype": None}
+    quantization["config_groups"]["group_0"]["weights"] |= unused
+    raw["quantization_config"] = quantization
+    text |= {"head_dim": 74, "num_key_value_heads": 96, "rope_theta": 10000.0, "tie_encoder_decoder": False, "pruned_heads": {}}
+    text["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"}
+    vision |= {"model_type": "", "architectures": None, "dtype": None, "chunk_size_feed_forward": 0, "is_encoder_decoder": False}
+    assert K3Config.from_dict(raw) == k3.config()
 
 
 def test_kimi_linear_has_48_billion_parameters_with_3_active():
