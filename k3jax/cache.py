@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from k3jax.checks import is_concrete
 from k3jax.config import K3Config
 from k3jax.packing import Packing
 from k3jax.plan import Segment
@@ -24,17 +25,28 @@ class KDAState:
     recurrent: Float[Array, "*n B H K V"]
     conv: Float[Array, "*n B 3 W HK"]  # W = conv width - 1
 
+    @classmethod
+    def empty(cls, config: K3Config, batch: int, *stack: int) -> "KDAState":
+        """Of `batch` sequences that have not begun; `stack`: how many layers in front, for stacked weights."""
+        c = config.kda
+        return cls(
+            jnp.zeros((*stack, batch, c.num_heads, c.head_dim, c.head_dim), config.state_dtype),
+            jnp.zeros((*stack, batch, 3, c.conv_width - 1, c.num_heads * c.head_dim), config.dtype),
+        )
+
     def at(self, layer: Int[Array, ""]) -> "KDAState":
+        """The state of one layer of a stack."""
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, layer, keepdims=False), self)
 
     def put(self, layer: Int[Array, ""], new: "KDAState") -> "KDAState":
+        """The stack with that layer's state replaced, in the stack's dtypes."""
         return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b.astype(a.dtype), layer, 0), self, new)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MLAState:
-    """Normalised latent and shared key part of each token, at index = its position.
+    """Normalised latent and shared key part of each token, at index = its position; S = capacity in tokens.
 
     `at` slices nothing: it names the layer, so that `append` writes only what is new into the latents of all layers.
     """
@@ -42,18 +54,36 @@ class MLAState:
     latent: Float[Array, "*n B S L"]
     layer: Int[Array, ""] | None = None  # whose latents are read and written, if several are stacked
 
+    @classmethod
+    def empty(cls, config: K3Config, batch: int, capacity: int, *stack: int) -> "MLAState":
+        """Room for `batch` sequences of at most `capacity` tokens; `stack`: how many layers in front, for stacked weights."""
+        size = config.mla.kv_lora_rank + config.mla.rope_dim
+        return cls(jnp.zeros((*stack, batch, capacity, size), config.dtype))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens per row that fit."""
+        return self.latent.shape[-2]
+
     def at(self, layer: Int[Array, ""]) -> "MLAState":
+        """The same latents, of which `read` and `append` see those of one layer of the stack."""
         return MLAState(self.latent, layer)
 
     def put(self, layer: Int[Array, ""], new: "MLAState") -> "MLAState":
+        """The stack after `new`, which came from `at(layer)` and `append`."""
         return MLAState(new.latent)
 
     def read(self) -> Float[Array, "B S L"]:
+        """Latents of one layer, those of tokens that have not come yet included."""
         return self.latent if self.layer is None else jax.lax.dynamic_index_in_dim(self.latent, self.layer, keepdims=False)
 
     def append(self, new: Float[Array, "B T L"], packing: Packing) -> "MLAState":
-        """Writes each real token at its position; padding and what does not fit is dropped."""
-        where = jnp.where(packing.valid, packing.positions, self.latent.shape[-2])
+        """Writes each real token at its position; padding is dropped.
+
+        Raises ValueError if what is new does not fit. Inside jit only T > S shows; a token beyond S is dropped there.
+        """
+        require_room(packing, self.capacity)
+        where = jnp.where(packing.valid, packing.positions, self.capacity)
         rows = jnp.arange(new.shape[0])[:, None]
         at = self.latent.at[rows, where] if self.layer is None else self.latent.at[self.layer, rows, where]
         return replace(self, latent=at.set(new.astype(self.latent.dtype), mode="drop", unique_indices=True))
@@ -70,17 +100,18 @@ class Cache:
     @property
     def capacity(self) -> int | None:
         """Tokens that fit; None if no layer keeps anything per token."""
-        sizes = {entry.latent.shape[-2] for entry in self.layers if isinstance(entry, MLAState)}
+        sizes = {entry.capacity for entry in self.layers if isinstance(entry, MLAState)}
         return sizes.pop() if sizes else None
 
     @classmethod
     def empty(cls, config: K3Config, segments: tuple[Segment, ...], batch: int, capacity: int) -> "Cache":
+        """For `batch` sequences of at most `capacity` tokens each; `segments`: how the model stacks its layers."""
         entries = []
         for segment in segments:
             for r, run in enumerate(segment.runs):
-                attention = run.kind[0]
-                make = _empty_kda if attention == "kda" else _empty_mla
-                entries.append(make(config, len(segment.layers(r)), batch, capacity))
+                n = len(segment.layers(r))
+                kda = run.kind[0] == "kda"
+                entries.append(KDAState.empty(config, batch, n) if kda else MLAState.empty(config, batch, capacity, n))
         return cls(tuple(entries), jnp.zeros(batch, jnp.int32))
 
     def take(self, rows: Int[Array, "N"]) -> "Cache":
@@ -89,18 +120,16 @@ class Cache:
         return replace(self, layers=layers, length=self.length[rows])
 
 
-def _empty_kda(config: K3Config, layers: int, batch: int, capacity: int) -> KDAState:
-    kda = config.kda
-    H, K, W = kda.num_heads, kda.head_dim, kda.conv_width - 1
-    return KDAState(
-        recurrent=jnp.zeros((layers, batch, H, K, K), config.state_dtype),
-        conv=jnp.zeros((layers, batch, 3, W, H * K), config.dtype),
-    )
-
-
-def _empty_mla(config: K3Config, layers: int, batch: int, capacity: int) -> MLAState:
-    size = config.mla.kv_lora_rank + config.mla.rope_dim
-    return MLAState(jnp.zeros((layers, batch, capacity, size), config.dtype))
+def require_room(packing: Packing, capacity: int) -> None:
+    """Raises ValueError if tokens lie beyond a cache of `capacity` tokens per row. Inside jit only T > capacity shows."""
+    T = packing.segments.shape[1]
+    if T > capacity:
+        raise ValueError(f"{T} tokens per row do not fit a cache of {capacity}. Make one with more capacity.")
+    if is_concrete(packing.segments, packing.positions):
+        last = int(jnp.max(jnp.where(packing.valid, packing.positions, -1)))
+        if last >= capacity:
+            raise ValueError(f"A row goes on to {last + 1} tokens, but its cache holds {capacity}. Make one with more capacity; "
+                             "the state of a call without a cache has room for no further token.")
 
 
 def bytes_per_sequence(config: K3Config) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from k3jax.cache import KDAState
+from k3jax.checks import require_hidden
 from k3jax.config import K3Config
 from k3jax.linear import Linear
 from k3jax.norm import GatedRMSNorm, l2_normalize
@@ -18,18 +19,14 @@ from pallas_kernels.kda import kda, kda_step
 
 
 def log_decay(
-    z: Float[Array, "B T H K"], a_log: Float32[Array, "H"] | None, floor: float | None
+    z: Float[Array, "B T H K"], a_log: Float32[Array, "H"], floor: float | None
 ) -> Float32[Array, "B T H K"]:
     """Log decay per channel from gate logits (bias included), in nats per token, fp32.
 
-        floor * sigmoid(exp(A_log) z)        bounded (K3); A_log=None means A_log=0
+        floor * sigmoid(exp(A_log) z)        bounded (K3)
         -exp(A_log) softplus(z)              floor=None (Kimi-Linear)
     """
     z = z.astype(jnp.float32)
-    if a_log is None:
-        if floor is None:
-            raise ValueError("log_decay: a_log may be left out only with a decay floor.")
-        return floor * jax.nn.sigmoid(z)
     rate = jnp.exp(a_log.astype(jnp.float32))[:, None]
     return -rate * jax.nn.softplus(z) if floor is None else floor * jax.nn.sigmoid(rate * z)
 
@@ -44,10 +41,11 @@ class ShortConv(nnx.Module):
 
 
 class KimiDeltaAttention(nnx.Module):
-    """Projects to q, k, v, decay and beta, runs the delta rule, gates and projects back.
+    """Projects to q, k, v, decay and beta, runs the delta rule, gates and projects back (arXiv 2510.26692).
 
-    `y, state = layer(x)` without a cache; with one, x continues the sequence that `cache` has seen. Sums run in fp32; the
-    state is stored in the dtype of the cache, or without one in config.state_dtype.
+        q, k, v = silu(conv(W_{q,k,v} x)), q and k of unit length;  beta = sigmoid(W_b x)
+        o = delta rule of q K^-1/2, k, v, log_decay(W_fb W_fa x + dt_bias), beta      (pallas_kernels.kda)
+        y = W_o [norm(o) * sigmoid(W_g x)]
     """
 
     def __init__(self, config: K3Config, *, rngs: nnx.Rngs):
@@ -74,10 +72,23 @@ class KimiDeltaAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], packing: Packing | None = None, cache: KDAState | None = None
     ) -> tuple[Float[Array, "B T D"], KDAState]:
-        B, T, _ = x.shape
+        """Runs T tokens per row; y in x's dtype.
+
+        packing  sequences of the tokens; None: each row is one sequence, without padding
+        cache    the state after the row's earlier tokens; a row is then one sequence that goes on, with padding after its
+                 tokens:
+
+            y, state = layer(x[:, :30])
+            z, state = layer(x[:, 30:], cache=state)
+
+        Returns y and the state after each row's last token (of its last sequence), in the dtypes of the cache, or without
+        one in config.state_dtype and config.dtype; sums run in fp32. Raises ValueError for wrong shapes.
+        """
         H, K = self.config.kda.num_heads, self.config.kda.head_dim
+        require_hidden(x, self.config.hidden_size, None if packing is None else packing.segments.shape, type(self).__name__)
+        B, T, _ = x.shape
         packing = Packing.of(jnp.ones((B, T), jnp.int32)) if packing is None else packing
-        old = self._empty(B) if cache is None else cache
+        old = KDAState.empty(self.config, B) if cache is None else cache
         # With a cache, a row is one sequence that goes on: nothing resets, and padding follows the tokens.
         resets, lengths = (packing.resets, None) if cache is None else (None, packing.lengths)
 
@@ -109,14 +120,6 @@ class KimiDeltaAttention(nnx.Module):
         y = self.o_norm(o, gate.reshape(B, T, H, K)).reshape(B, T, H * K)
         state = KDAState(state.astype(old.recurrent.dtype), jnp.stack(windows, 1).astype(old.conv.dtype))
         return self.o_proj(y, packing), state
-
-    def _empty(self, batch: int) -> KDAState:
-        c = self.config.kda
-        H, K = c.num_heads, c.head_dim
-        return KDAState(
-            jnp.zeros((batch, H, K, K), self.config.state_dtype),
-            jnp.zeros((batch, 3, c.conv_width - 1, H * K), self.config.dtype),
-        )
 
 
 def _init_a_log(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:

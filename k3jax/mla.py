@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from k3jax.cache import MLAState
+from k3jax.checks import require_hidden
 from k3jax.config import K3Config
 from k3jax.linear import Linear, precision
 from k3jax.norm import RMSNorm
@@ -22,7 +23,11 @@ ABSORBED_TOKENS = 16
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    """`y, state = layer(x)` without a cache; with one, x continues the sequence that `cache` has seen."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) without rotary positions, its output gated (arXiv 2607.24653).
+
+        q = W_qb norm(W_qa x);  c, k_r = W_kva x;  k_n, v = W_kvb norm(c);  k = [k_n, k_r]
+        y = W_o [softmax(q k' / sqrt(nope + rope)) v * sigmoid(W_g x)]      causal, softmax in fp32
+    """
 
     def __init__(self, config: K3Config, *, rngs: nnx.Rngs):
         c, D = config.mla, config.hidden_size
@@ -46,8 +51,27 @@ class MultiHeadLatentAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], packing: Packing | None = None, cache: MLAState | None = None
     ) -> tuple[Float[Array, "B T D"], MLAState]:
-        B, T, _ = x.shape
+        """Attends over T tokens per row; y in x's dtype.
+
+        packing  sequences and positions of the tokens; None: each row is one sequence from its start, without padding
+        cache    what the row's earlier tokens left; a row is then one sequence, with padding after its tokens, and the
+                 packing must tell how many came before:
+
+            state = MLAState.empty(config, batch, capacity)
+            y, state = layer(x[:, :30], Packing.of(ones[:, :30]), state)
+            z, state = layer(x[:, 30:], Packing.of(ones[:, 30:], start=30), state)
+
+        Returns y and the latents: the cache with the new ones at their positions; without a cache those of x, [B, T, L],
+        which have no room for more. Raises ValueError for wrong shapes, a cache without a packing, and tokens beyond
+        its capacity, as far as they show (`MLAState.append`).
+        """
         c = self.config.mla
+        require_hidden(x, self.config.hidden_size, None if packing is None else packing.segments.shape, type(self).__name__)
+        if cache is not None and packing is None:
+            raise ValueError("MultiHeadLatentAttention: a cache alone does not tell how many tokens it holds. Make it with "
+                             "MLAState.empty(config, batch, capacity) and pass packing=Packing.of(segments, start=tokens "
+                             "that came before) with every call.")
+        B, T, _ = x.shape
         packing = Packing.of(jnp.ones((B, T), jnp.int32)) if packing is None else packing
         q = self._queries(x, packing).reshape(B, T, c.num_heads, c.nope_dim + c.rope_dim)
         latent = self._latents(x, packing)

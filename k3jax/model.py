@@ -10,11 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from k3jax.attnres import AttentionResidual
-from k3jax.cache import Cache
+from k3jax.cache import Cache, require_room
 from k3jax.config import K3Config
 from k3jax.linear import Embedding, Linear, LoRAOwners
 from k3jax.mtp import MTPLayer
-from k3jax.multimodal import merge_images
+from k3jax.multimodal import merge_images, require_features
 from k3jax.norm import RMSNorm
 from k3jax.packing import Packing
 from k3jax.param import normal
@@ -23,6 +23,8 @@ from k3jax.vision import MoonViT, Patches, PatchMerger
 
 
 class Output(NamedTuple):
+    """What a forward pass gives: hidden states, the cache after the tokens (None without one), the experts taken."""
+
     hidden: Float[Array, "B T D"]  # after the final norm; `model.logits` turns it into logits
     cache: Cache | None
     routing: tuple[Any, ...]  # per stack of layers: k3jax.moe.Routing with layers in front, or None
@@ -90,8 +92,15 @@ class K3(nnx.Module):
         picks     experts to use instead of the router's choice: the `routing` experts of an earlier call
         histogram also count what Quantile Balancing needs
         image_features  what `encode_images` made of each row's images, for the placeholders in `ids`
+
+        Raises ValueError for tokens beyond the cache's capacity and for placeholders without a feature. Both depend on
+        values, which only a call outside jit can see: before one inside, compare lengths with `cache.capacity` and call
+        `k3jax.check_placeholders`.
         """
         packing = self.packing(ids, segments, cache, adapters)
+        if cache is not None and cache.capacity is not None:
+            require_room(packing, cache.capacity)
+        require_features(ids, image_features, self.config)
         x = self.model.embed_tokens(ids, packing)
         if image_features is not None:
             x = merge_images(x, ids, image_features, self.config)
@@ -104,6 +113,7 @@ class K3(nnx.Module):
     def packing(
         self, ids: Int[Array, "B T"], segments: Any = None, cache: Cache | None = None, adapters: Any = None
     ) -> Packing:
+        """What each token's place is, with the arguments of a call: for `logits`, which runs the head's adapters too."""
         segments = jnp.ones_like(ids) if segments is None else segments
         if adapters is not None and adapters.ndim == 1:
             adapters = jnp.broadcast_to(adapters[:, None], ids.shape)

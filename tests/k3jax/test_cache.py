@@ -54,6 +54,15 @@ def test_forks_of_a_prefix_go_on_as_it_would(make_small):
         np.testing.assert_array_equal(x, y)
 
 
+def test_a_model_called_outside_jit_refuses_tokens_beyond_its_cache(small):
+    ids = jnp.ones((2, 5), jnp.int32)
+    cache = replace(small.empty_cache(2, 8), length=jnp.array([3, 4]))
+    with pytest.raises(ValueError, match="A row goes on to 9 tokens, but its cache holds 8"):
+        small.model(ids, cache=cache)
+    with pytest.raises(ValueError, match="5 tokens per row do not fit a cache of 4"):
+        small.model(ids, cache=small.empty_cache(2, 4))
+
+
 def test_a_model_without_latents_has_no_capacity(make_config):
     model = abstract(replace(make_config(), attention=("kda", "kda")))
     assert model.empty_cache(1, 5).capacity is None

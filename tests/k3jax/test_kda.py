@@ -57,14 +57,11 @@ def states(batch, seed=1):
     return KDAState(draw((batch, 2, 16, 16), seed), draw((batch, 3, 3, 32), seed + 1))
 
 
-def test_bounded_unbounded_and_rateless_decays_are_their_closed_forms():
+def test_bounded_and_unbounded_decays_are_their_closed_forms():
     z, a_log = draw((1, 3, 2, 4)) * 3, jnp.array([0.5, -1.0])
     rate = np.exp(a_log)[:, None]
     np.testing.assert_allclose(log_decay(z, a_log, -5.0), -5 / (1 + np.exp(-rate * z)), rtol=1e-5)
-    np.testing.assert_allclose(log_decay(z, None, -5.0), -5 / (1 + np.exp(-z)), rtol=1e-5)
     np.testing.assert_allclose(log_decay(z, a_log, None), -rate * np.log1p(np.exp(z)), rtol=1e-5)
-    with pytest.raises(ValueError, match="only with a decay floor"):
-        log_decay(z, None, None)
 
 
 def test_rows_of_length_one_beside_long_ones_equal_the_rows_alone_with_their_states(run):

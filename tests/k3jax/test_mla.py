@@ -103,6 +103,28 @@ def test_padding_is_not_cached_and_what_does_not_fit_is_dropped(layer, x):
     assert not np.asarray(after.latent[1, : S - 4]).any() and np.asarray(after.latent[1, S - 4 :]).any()
 
 
+def test_a_cache_without_a_packing_is_refused_since_it_does_not_tell_how_many_tokens_it_holds(layer, x):
+    _, state = run(layer, x, jnp.ones((B, T), jnp.int32), None, 0)
+    message = r"Make it with MLAState.empty\(config, batch, capacity\) and pass packing=Packing.of\(segments, start="
+    with pytest.raises(ValueError, match=message):
+        layer(x, cache=state)
+
+
+def test_tokens_beyond_the_capacity_are_refused_as_far_as_they_show(layer, x):
+    """More tokens in one call than fit: always. After others: outside jit, where positions have values."""
+    ones = jnp.ones((B, T), jnp.int32)
+    with pytest.raises(ValueError, match="24 tokens per row do not fit a cache of 20"):
+        nnx.eval_shape(lambda: layer(x, Packing.of(ones), MLAState.empty(layer.config, B, 20)))
+    latents, room = jnp.zeros((B, T, 24)), MLAState.empty(layer.config, B, S)
+    room.append(latents, Packing.of(ones, start=S - T))
+    with pytest.raises(ValueError, match=f"A row goes on to {S + 1} tokens, but its cache holds {S}"):
+        room.append(latents, Packing.of(ones, start=jnp.array([S - T + 1, 0])))
+    padded = ones.at[0, -1].set(0)
+    room.append(latents, Packing.of(padded, start=jnp.array([S - T + 1, 0])))
+    with pytest.raises(ValueError, match="the state of a call without a cache has room for no further token"):
+        MLAState(latents).append(latents[:, :1], Packing.of(ones[:, :1], start=T))
+
+
 def test_a_row_of_padding_only_is_finite(layer, x):
     segments = jnp.zeros((B, T), jnp.int32)
     for cache in (None, empty(layer)):

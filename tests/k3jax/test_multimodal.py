@@ -96,3 +96,14 @@ def test_a_wrong_number_of_placeholders_is_refused_with_the_numbers(model):
         check_placeholders(IDS, [GRIDS, GRIDS], config)
     with pytest.raises(ValueError, match="takes no images"):
         check_placeholders(IDS, [GRIDS], replace(config, vision=None))
+
+
+@pytest.mark.parametrize(("features", "given"), [(None, 0), (np.zeros((1, 36, 48), np.float32), 36)])
+def test_a_call_outside_jit_refuses_placeholders_without_features(model, features, given):
+    with pytest.raises(ValueError, match=rf"Row 0 has 37 image placeholders \(id 253\), but {given} image features"):
+        model(jnp.asarray(IDS), image_features=features)
+
+
+def test_features_for_a_model_without_vision_are_refused(small):
+    with pytest.raises(ValueError, match="takes no images"):
+        small.model(jnp.ones((1, 3), jnp.int32), image_features=jnp.zeros((1, 1, 32)))
