@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from k3jax.attnres import AttentionResidual as AttentionResidual
     from k3jax.cache import Cache as Cache
+    from k3jax.cache import KDAState as KDAState
+    from k3jax.cache import MLAState as MLAState
     from k3jax.chat import encode_chat as encode_chat
+    from k3jax.config import ConfigError as ConfigError
     from k3jax.config import K3Config as K3Config
     from k3jax.config import KDAConfig as KDAConfig
     from k3jax.config import MLAConfig as MLAConfig
     from k3jax.config import MoEConfig as MoEConfig
     from k3jax.config import VisionConfig as VisionConfig
+    from k3jax.images import ImageConfig as ImageConfig
+    from k3jax.images import expand_media_pads as expand_media_pads
+    from k3jax.images import preprocess as preprocess
     from k3jax.kda import KimiDeltaAttention as KimiDeltaAttention
     from k3jax.layer import Layer as Layer
     from k3jax.lora import Adapters as Adapters
@@ -26,31 +32,50 @@ if TYPE_CHECKING:
     from k3jax.model import K3 as K3
     from k3jax.moe import LatentMoE as LatentMoE
     from k3jax.mtp import MTPLayer as MTPLayer
+    from k3jax.multimodal import check_placeholders as check_placeholders
     from k3jax.packing import Packing as Packing
     from k3jax.router import Router as Router
     from k3jax.sampling import Sampler as Sampler
     from k3jax.sampling import SamplingParams as SamplingParams
     from k3jax.tokenizer import Tokenizer as Tokenizer
     from k3jax.vision import MoonViT as MoonViT
+    from k3jax.vision import Patches as Patches
     from k3jax.vision import PatchMerger as PatchMerger
+    from k3jax.vision import pack_patches as pack_patches
     from k3jax.weights import load as load
     from k3jax.weights import save as save
 
 _HOME = {
-    "AttentionResidual": "attnres", "Cache": "cache", "encode_chat": "chat", "K3Config": "config", "KDAConfig": "config",
-    "MLAConfig": "config", "MoEConfig": "config", "VisionConfig": "config", "KimiDeltaAttention": "kda", "Layer": "layer",
-    "Adapters": "lora", "LoRAConfig": "lora", "MultiHeadLatentAttention": "mla", "MLP": "mlp", "K3": "model",
-    "LatentMoE": "moe", "MTPLayer": "mtp", "Packing": "packing", "Router": "router", "Sampler": "sampling",
-    "SamplingParams": "sampling", "Tokenizer": "tokenizer", "MoonViT": "vision", "PatchMerger": "vision",
-    "load": "weights", "save": "weights",
-}  # fmt: skip
+    "attnres": ("AttentionResidual",),
+    "cache": ("Cache", "KDAState", "MLAState"),
+    "chat": ("encode_chat",),
+    "config": ("ConfigError", "K3Config", "KDAConfig", "MLAConfig", "MoEConfig", "VisionConfig"),
+    "images": ("ImageConfig", "expand_media_pads", "preprocess"),
+    "kda": ("KimiDeltaAttention",),
+    "layer": ("Layer",),
+    "lora": ("Adapters", "LoRAConfig"),
+    "mla": ("MultiHeadLatentAttention",),
+    "mlp": ("MLP",),
+    "model": ("K3",),
+    "moe": ("LatentMoE",),
+    "mtp": ("MTPLayer",),
+    "multimodal": ("check_placeholders",),
+    "packing": ("Packing",),
+    "router": ("Router",),
+    "sampling": ("Sampler", "SamplingParams"),
+    "tokenizer": ("Tokenizer",),
+    "vision": ("MoonViT", "PatchMerger", "Patches", "pack_patches"),
+    "weights": ("load", "save"),
+}
+_MODULE = {name: module for module, names in _HOME.items() for name in names}
+__all__ = sorted(_MODULE)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE:
         raise AttributeError(f"module 'k3jax' has no attribute {name!r}")
-    return getattr(import_module(f"k3jax.{_HOME[name]}"), name)
+    return getattr(import_module(f"k3jax.{_MODULE[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_MODULE])

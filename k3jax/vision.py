@@ -278,7 +278,7 @@ class Encoder(nnx.Module):
 
 
 class MoonViT(nnx.Module):
-    """Features of every token, before the projector: the m patches of its cell, averaged over frames.
+    """Features of every token, before the projector: the m patches of its cell, averaged over frames (arXiv 2607.24653).
 
     Rows count tokens over all images of a row in order; those after the last token are zero.
     """
@@ -297,7 +297,22 @@ class MoonViT(nnx.Module):
         self.encoder = Encoder(config, **kind)
 
     def __call__(self, patches: Patches) -> Float[Array, "B C m D"]:
+        """The m patches of each of the C = N / m tokens that fit into a row, D = vt_hidden_size, in the tower's dtype.
+
+        Raises ValueError for what `pack_patches` has not made for this patch size.
+        """
+        self._check(patches)
         return gather_tokens(self.encoder(self.patch_embed(patches), patches), patches)
+
+
+    def _check(self, patches: Any) -> None:
+        size = self.patch_embed.proj.kernel.shape[0]
+        if not isinstance(patches, Patches):
+            given = f"an array of shape {list(patches.shape)}" if hasattr(patches, "shape") else type(patches).__name__
+            raise ValueError(f"MoonViT takes k3jax.vision.Patches, as pack_patches makes them, got {given}.")
+        if len(patches.pixels.shape) != 3 or patches.pixels.shape[2] != size:
+            raise ValueError(f"MoonViT takes pixels [rows, patches, {size}], got {list(patches.pixels.shape)}. "
+                             "Make the patches with pack_patches and the model's own config.vision.")
 
 
 def gather_tokens(x: Float[Array, "B N D"], patches: Patches) -> Float[Array, "B C m D"]:
@@ -313,7 +328,7 @@ def gather_tokens(x: Float[Array, "B N D"], patches: Patches) -> Float[Array, "B
 
 
 class PatchMerger(nnx.Module):
-    """post_norm(proj.2(gelu(proj.0(the m patches of a token, concatenated)))), GELU in its erf form."""
+    """post_norm(proj.2(gelu(proj.0(the m patches of a token, concatenated)))), GELU in its erf form (arXiv 2607.24653)."""
 
     def __init__(
         self,
@@ -337,6 +352,14 @@ class PatchMerger(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "B C m D"]) -> Float[Array, "B C O"]:
+        """Embeddings of the text model, O = its hidden_size, from what MoonViT returns; in x's dtype, the GELU in fp32.
+
+        Raises ValueError unless m times D is the projector's size.
+        """
+        size = self.proj["0"].kernel.shape[0]
+        if len(x.shape) != 4 or x.shape[2] * x.shape[3] != size:
+            raise ValueError(f"PatchMerger takes [rows, tokens, patches of a token, hidden size], the last two {size} numbers "
+                             f"in all, got {list(x.shape)}.")
         h = self.proj["0"](x.reshape(*x.shape[:2], -1)).astype(jnp.float32)
         h = jax.nn.gelu(h, approximate=False).astype(x.dtype)
         return self.post_norm(self.proj["2"](h))

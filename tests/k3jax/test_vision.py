@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -187,6 +188,22 @@ def test_row_lengths_are_few_and_hold_what_is_asked():
 def test_patches_of_another_size_are_refused():
     with pytest.raises(ValueError, match="A patch has 768 numbers, but patch_size=14 needs 588"):
         pack_patches([np.zeros((4, 3, 16, 16))], [np.array([[1, 2, 2]])], CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("part", "given", "message"),
+    [
+        ("tower", np.zeros((1, 8, 588)), r"Patches, as pack_patches makes them, got an array of shape \[1, 8, 588\]"),
+        ("tower", [1], "got list"),
+        ("tower", Patches(*6 * [np.zeros((1, 8, 768))]), r"takes pixels \[rows, patches, 588\], got \[1, 8, 768\]"),
+        ("projector", np.zeros((1, 2, 32)), r"the last two 128 numbers in all, got \[1, 2, 32\]"),
+        ("projector", np.zeros((1, 2, 4, 33)), r"the last two 128 numbers in all, got \[1, 2, 4, 33\]"),
+    ],
+)
+def test_what_is_no_image_is_refused_with_its_shape(model, monkeypatch, part, given, message):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users run it
+    with pytest.raises(ValueError, match=message):
+        (model.vision_tower if part == "tower" else model.mm_projector)(given)
 
 
 def test_a_head_that_two_axes_cannot_turn_is_refused():
