@@ -3,7 +3,8 @@
     sampler       the Sampler
     params        what a request asks for, what it gets
     drafts        a request while it is answered
-    sessions      kept prefixes
+    requests      what callers hand over, checked
+    sessions      kept states, found by the tokens they absorbed
     steps distribution  the compiled programs; the distribution that is drawn from
     text          stop strings
     live          weights that training changes between calls

@@ -23,17 +23,20 @@ class Prompt:
     params: SamplingParams
     adapter: int
     seed: int
+    version: int  # of the weights that its adapter runs on
     session: Session | None = None  # what it resumes from
+    branch: int = 0  # tokens after which its state is kept on the way; 0: nowhere
     routes: list[Routes] = field(default_factory=list)  # in pieces
     _logprobs: list[np.ndarray] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
+        """Tokens that need not be computed."""
         return 0 if self.session is None else self.session.tokens
 
-    def begin(self, session: Session | None) -> None:
+    def begin(self, session: Session | None, branch: int = 0) -> None:
         """Starts over, after what the session has absorbed."""
-        self.session = session
+        self.session, self.branch = session, branch
         self._logprobs = [] if session is None or session.logprobs is None else [session.logprobs]
         self.routes = [] if session is None or session.routes is None else [session.routes]
 
@@ -44,18 +47,25 @@ class Prompt:
         if result.routes is not None:
             self.routes.append(tuple(None if r is None else np.asarray(r[:, row, :count]) for r in result.routes))
 
+    def next_stop(self, absorbed: int) -> int:
+        """Where its state is next of interest: after `branch` tokens, then after all."""
+        return self.branch if absorbed < self.branch else len(self.ids)
+
     @property
     def logprobs(self) -> np.ndarray | None:
         """Raw, of ids[1:]; None unless computed for all of them."""
+        return self._logprobs_of(len(self.ids))
+
+    def _logprobs_of(self, absorbed: int) -> np.ndarray | None:
         known = np.concatenate(self._logprobs) if self._logprobs else np.zeros(0, np.float32)
         if self.session is None:
             known = known[1:]  # nothing comes before the first id
-        return known if len(known) == len(self.ids) - 1 else None
+        return known if len(known) == absorbed - 1 else None
 
-    def kept(self, version: int) -> Session:
-        """The session of its state, which has absorbed all of its ids."""
-        routes = _join(self.routes)
-        return Session(ids=self.ids, adapter=self.adapter, version=version, logprobs=self.logprobs, routes=routes)
+    def kept(self, absorbed: int) -> Session:
+        """The session of its state, which has absorbed that many of its ids."""
+        return Session(ids=self.ids[:absorbed], adapter=self.adapter, version=self.version,
+                       logprobs=self._logprobs_of(absorbed), routes=_join(self.routes))  # fmt: skip
 
 
 @dataclass
@@ -74,6 +84,7 @@ class Draft:
 
     @property
     def stopped(self) -> bool:
+        """Whether its last id is a stop id or completes a stop string."""
         by_text = self.text is not None and self.text.stopped
         return by_text or (bool(self.ids) and self.ids[-1] in self.prompt.params.stop_ids)
 
@@ -98,22 +109,25 @@ class Draft:
             mine = (None if r is None else np.asarray(r[:absorbed, :, row]).swapaxes(0, 1) for r in block.routes)
             self._routes.append(tuple(mine))
 
-    def kept(self, absorbed: int, version: int) -> Session:
+    def kept(self, absorbed: int) -> Session:
         """The session of its state, which has absorbed that many tokens."""
         ids = np.concatenate([self.prompt.ids, np.asarray(self.ids, np.int32)])
         assert absorbed <= len(ids), "the state is ahead of the sample"
         known = self.prompt.logprobs
         if known is not None:
             known = np.concatenate([known, np.asarray(self.raw_logprobs, np.float32)])[: absorbed - 1]
-        return Session(ids=ids[:absorbed], adapter=self.prompt.adapter, version=version, logprobs=known, routes=self.routes)
+        return Session(ids=ids[:absorbed], adapter=self.prompt.adapter, version=self.prompt.version, logprobs=known,
+                       routes=self.routes)  # fmt: skip
 
     @property
     def routes(self) -> Routes | None:
+        """Experts of the tokens absorbed so far, prompt included; None unless asked for."""
         routes = _join([*self.prompt.routes, *self._routes])
         end = len(self.prompt.ids) + len(self.ids)
         return None if routes is None else tuple(None if r is None else r[:, :end] for r in routes)
 
     def finish(self) -> Sample:
+        """What the caller gets."""
         params, prompt_logprobs = self.prompt.params, self.prompt.logprobs
         return Sample(
             ids=self.ids, text=None if self.text is None else self.text.finish(),

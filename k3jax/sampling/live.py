@@ -1,4 +1,4 @@
-"""A model's weights as they are now, and whether they changed since the last look."""
+"""A model's weights as they are now, and which version of them each adapter runs on."""
 
 import weakref
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ _LORA = (LoRAParam, LoRAScale, LoRAOwners)
 
 
 class Look(NamedTuple):
+    """A model split for the compiled steps."""
+
     graphdef: Any
     state: Any
-    base_changed: bool  # concerns every adapter
-    adapters_changed: bool
 
 
 class LiveWeights:
@@ -26,16 +26,28 @@ class LiveWeights:
 
     def __init__(self, model: K3):
         self.model = model
-        self.version = 0  # counts changes of any kind
         self._base, self._adapters = _Seen(), _Seen()
+        self._looks = self._base_since = self._adapters_since = 0
 
     def look(self) -> Look:
+        """The weights now. Starts new versions for what has changed since the last look."""
         graphdef, state = nnx.split(self.model)
         variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
         base = self._base.changed([v for v in variables if not isinstance(v, _LORA)])
         adapters = self._adapters.changed([v for v in variables if isinstance(v, _LORA)])
-        self.version += base or adapters
-        return Look(graphdef, state, base, adapters)
+        self._looks += 1
+        if base:
+            self._base_since = self._looks
+        if base or adapters:
+            self._adapters_since = self._looks
+        return Look(graphdef, state)
+
+    def version(self, adapter: int) -> int:
+        """Number of the look since which the weights under this adapter are what they are; 0 is the base model.
+
+        Adapters share their arrays: adding, removing or training one starts a version of all of them, never of the base.
+        """
+        return self._adapters_since if adapter else self._base_since
 
     @property
     def adapters(self) -> set[int]:

@@ -1,9 +1,9 @@
 """What one asks of the Sampler and what one gets back."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,9 +38,14 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop, "strings")
+        stop_ids = _tuple("stop_ids", self.stop_ids, "token ids")
+        _require(all(s and isinstance(s, str) for s in stop), "stop", self.stop, "non-empty strings")
+        _require(all(map(_whole, stop_ids)), "stop_ids", self.stop_ids, "token ids, which are whole numbers")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
+        object.__setattr__(self, "stop_ids", tuple(map(int, stop_ids)))
+        for name in ("temperature", "top_p", "min_p"):
+            _require(_real(getattr(self, name)), name, getattr(self, name), "a number")
         _require(_whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "a whole number of at least 1")
         _require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature,
                  "finite and at least 0 (0 is greedy)")
@@ -49,7 +54,6 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1] (0 is off)")
         _require(self.seed is None or (_whole(self.seed) and 0 <= self.seed < 2**63), "seed", self.seed, "None or in 0..2^63-1")
         _require(_whole(self.n) and self.n >= 1, "n", self.n, "a whole number of at least 1")
-        _require(all(s and isinstance(s, str) for s in stop), "stop", self.stop, "non-empty strings")
         _require(_whole(self.top_logprobs) and 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", self.top_logprobs,
                  f"in 0..{MAX_TOP_LOGPROBS}")
 
@@ -100,6 +104,16 @@ def _stacked(rows: list[np.ndarray], length: int) -> np.ndarray | None:
 
 def _whole(x: object) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def _real(x: object) -> bool:
+    return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
+
+
+def _tuple(name: str, values: Any, needed: str) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a tuple of {needed}, got {values!r}.")
+    return tuple(values)
 
 
 def _require(holds: bool, name: str, value: object, needed: str) -> None:

@@ -14,7 +14,8 @@ from k3jax.model import K3
 from k3jax.sampling.drafts import Draft, Prompt, adapter_rows, bucket, drawing
 from k3jax.sampling.live import LiveWeights, Look
 from k3jax.sampling.params import Sample, SamplingParams, replay
-from k3jax.sampling.sessions import Session, SessionStore, row_bytes
+from k3jax.sampling.requests import check_fits, per_prompt, whole_ids
+from k3jax.sampling.sessions import Session, SessionStore, state_bytes
 from k3jax.sampling.steps import BLOCK, Rows, decode, fork, prefill, start
 from k3jax.sampling.text import StopText
 from k3jax.tokenizer import Tokenizer
@@ -25,6 +26,8 @@ __all__ = ["Sample", "Sampler", "SamplingParams", "Session", "replay"]
 # factor of 4 apart, since compiling costs more than some padding; caches 2, since every decode step reads all of one.
 SMALLEST_PIECE = 16  # tokens
 SMALLEST_CAPACITY = 128  # tokens
+DEFAULT_SESSIONS = 8  # states of full capacity
+SMALLEST_DEFAULT = 2**27  # bytes
 
 
 class Sampler:
@@ -34,7 +37,9 @@ class Sampler:
     capacity       most tokens of a prompt and its continuation together; None: the model's context length
     max_batch      most samples in one compiled step, a power of two; more are taken in turn
     prefill_chunk  longer prompts are absorbed in pieces of this many tokens, a power of two
-    session_bytes  room for kept states; the least recently used go first
+    session_bytes  most bytes of kept states, which take memory as they come; the least recently used go first. A state
+                   takes `state_bytes(config, tokens)`, its tokens rounded up to the next size of a cache; for K3 449 MB
+                   and 27 kB a token. None: 8 states of full capacity, and at least 2^27 bytes.
     routes         return the experts chosen for every token (`replay` makes them `picks` for a trainer)
     seed           where the seeds of requests without one come from
 
@@ -51,7 +56,7 @@ class Sampler:
         capacity: int | None = None,
         max_batch: int = 128,
         prefill_chunk: int = 256,
-        session_bytes: int = 2**27,
+        session_bytes: int | None = None,
         routes: bool = False,
         seed: int = 0,
     ):
@@ -65,10 +70,13 @@ class Sampler:
         if routes and model.config.moe is None:
             raise ValueError("routes=True needs a model with experts; this one has none.")
         self.model, self.tokenizer, self.routes = model, tokenizer, routes
-        self.max_batch, self.prefill_chunk, self.session_bytes = max_batch, prefill_chunk, session_bytes
+        self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
+        if session_bytes is None:
+            session_bytes = max(SMALLEST_DEFAULT, DEFAULT_SESSIONS * state_bytes(model.config, self.capacity))
+        self.session_bytes = session_bytes
         self._weights = LiveWeights(model)
         self._seeds = np.random.default_rng(seed)
-        self._store: SessionStore | None = None
+        self._store = SessionStore(session_bytes)
 
     def generate(
         self,
@@ -80,17 +88,27 @@ class Sampler:
     ) -> list[list[Sample]]:
         """`params.n` samples for each prompt of token ids. `params` and `adapters` are one for all or one per prompt.
 
-        A prompt that begins with everything that a kept state has absorbed, under the same adapter, resumes from there:
-        tokens and logprobs are those of a cold start up to rounding, and `Sample.cached_tokens` says what was saved.
-        keep_sessions  keep the state of every sample as `Sample.session`. Stop strings then cost a call per token.
+        A prompt that begins with everything that a kept state has absorbed, under the same adapter and weights, resumes
+        from there: tokens and logprobs are those of a cold start up to rounding, and `Sample.cached_tokens` says what was
+        saved.
 
-        Raises ValueError for an empty prompt, ids outside the vocabulary, a prompt that does not fit together with its
-        max_tokens, an adapter that the model does not have, and stop strings without a tokenizer.
+        keep_sessions  keep states: after every prompt, so that the same prompt is not computed again; after every sample,
+                       as `Sample.session`, so that a next turn resumes; and where a prompt leaves what is known of earlier
+                       ones, if that is 16 tokens or more past what it resumes from. KDA's state cannot be cut back, so of
+                       prompts with one beginning and different ends the first two compute it, and all later ones resume.
+                       Stop strings then cost a call per token.
+
+        Raises TypeError for what is no list of token ids, parameters or adapter ids, and ValueError for an empty prompt, ids
+        outside the vocabulary, a prompt that does not fit together with its max_tokens, an adapter that the model does not
+        have, stop strings without a tokenizer, and states to be kept that are larger than session_bytes.
         """
         look = self._look()
+        made = self._prompts(prompts, params, adapters)
+        if keep_sessions:
+            self._require_room(max((len(p.ids) + p.params.max_tokens for p in made), default=1))
         results: list[list[Draft]] = [
             [Draft(p, i, None if self.tokenizer is None else StopText(self.tokenizer, p.params.stop)) for i in range(p.params.n)]
-            for p in self._prompts(prompts, params, adapters)
+            for p in made
         ]
         drafts = [draft for row in results for draft in row]
         for first in range(0, len(drafts), self.max_batch):
@@ -100,9 +118,14 @@ class Sampler:
     def generate_text(
         self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams], adapters: int | Sequence[int] = 0
     ) -> list[list[str]]:
-        """`generate` from texts to texts. Names of special tokens in a prompt are plain text."""
+        """`generate` from texts to texts. Names of special tokens in a prompt are plain text.
+
+        Raises what `generate` raises, ValueError without a tokenizer and TypeError for one text in place of a list.
+        """
         if self.tokenizer is None:
             raise ValueError("generate_text needs a tokenizer: Sampler(model, tokenizer).")
+        if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise TypeError(f"generate_text needs a list of texts, got {prompts!r}. One prompt is a list of one: [\"hello\"].")
         samples = self.generate([self.tokenizer.encode(prompt) for prompt in prompts], params, adapters)
         return [[sample.text or "" for sample in row] for row in samples]
 
@@ -110,108 +133,109 @@ class Sampler:
         """Absorbs ids once and keeps the state: prompts that begin with them resume from it, until it is dropped.
 
         logprobs  also keep the ids' raw logprobs, so that requests for prompt logprobs can resume too
+
+        Raises what `generate` raises.
         """
         look = self._look()
         (prompt,) = self._prompts([ids], SamplingParams(max_tokens=1, prompt_logprobs=logprobs), adapter)
-        rows = self._prefill(look, [prompt])
-        session = prompt.kept(self._weights.version)
-        self._sessions(look).put(rows, [session])
+        self._require_room(len(prompt.ids))
+        rows = self._prefill(look, [prompt], keep=False)
+        session = prompt.kept(len(prompt.ids))
+        self._keep(session, rows, 0)
         return session
 
     def flush(self) -> None:
         """Drops every kept state."""
-        if self._store is not None:
-            self._store.flush()
+        self._store.keep_only(lambda session: False)
 
     def _look(self) -> Look:
         look = self._weights.look()
-        if self._store is not None and (look.base_changed or look.adapters_changed):
-            self._store.flush(adapters_only=not look.base_changed)
+        self._store.keep_only(lambda session: session.version == self._weights.version(session.adapter))
         return look
 
-    def _sessions(self, look: Look) -> SessionStore:
-        if self._store is None:
-            shapes = jax.eval_shape(lambda state: start(look.graphdef, state, batch=1, capacity=self.capacity), look.state)
-            size = row_bytes(shapes)
-            if size > self.session_bytes:
-                raise ValueError(f"A kept state of capacity={self.capacity} tokens takes {size} bytes, more than "
-                                 f"session_bytes={self.session_bytes}. Raise session_bytes or lower capacity.")
-            slots = self.session_bytes // size
-            self._store = SessionStore(start(look.graphdef, look.state, batch=slots, capacity=self.capacity))
-        return self._store
+    def _capacity(self, tokens: int) -> int:
+        """The size of the cache for that many tokens."""
+        return bucket(tokens, SMALLEST_CAPACITY, self.capacity, step=2)
+
+    def _keep(self, session: Session, rows: Rows, row: int) -> None:
+        capacity = self._capacity(session.tokens)
+        self._store.put(session, rows, row, capacity=capacity, size=state_bytes(self.model.config, capacity))
+
+    def _require_room(self, tokens: int) -> None:
+        size = state_bytes(self.model.config, self._capacity(tokens))
+        if size > self.session_bytes:
+            raise ValueError(f"A kept state of {tokens} tokens takes {size} bytes, more than session_bytes={self.session_bytes}. "
+                             f"Raise session_bytes or keep shorter prompts.")
 
     def _prompts(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], adapters: int | Sequence[int]
     ) -> list[Prompt]:
-        params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        adapters = [adapters] * len(prompts) if isinstance(adapters, int | np.integer) else list(adapters)
-        for name, given in (("params", params), ("adapters", adapters)):
-            if len(given) != len(prompts):
-                raise ValueError(f"{name} must be one for all or one per prompt: got {len(given)} for {len(prompts)} prompts.")
+        rows = whole_ids(prompts)
+        every = per_prompt("params", params, SamplingParams, len(rows))
+        adapter_ids = per_prompt("adapters", adapters, int, len(rows))
         known = self._weights.adapters
         made = []
-        for i, (ids, p, adapter) in enumerate(zip(prompts, params, adapters, strict=True)):
-            self._check(f"Prompt {i}", ids, p, int(adapter), known)
+        for i, (ids, p, adapter) in enumerate(zip(rows, every, adapter_ids, strict=True)):
+            check_fits(f"Prompt {i}", ids, p, self.model.config, self.capacity)
+            if adapter and adapter not in known:
+                raise ValueError(f"Prompt {i} wants adapter {adapter}, which the model does not have; it has "
+                                 f"{sorted(known) or 'none'}. 0 is the base model.")
+            if p.stop and self.tokenizer is None:
+                raise ValueError(f"Prompt {i} has stop strings, which need a tokenizer: Sampler(model, tokenizer).")
             seed = int(self._seeds.integers(2**63)) if p.seed is None else int(p.seed)
-            made.append(Prompt(np.asarray(ids, np.int32), p, int(adapter), seed))
+            made.append(Prompt(ids.astype(np.int32), p, int(adapter), seed, self._weights.version(adapter)))
         return made
-
-    def _check(self, prompt: str, ids: Sequence[int], params: SamplingParams, adapter: int, known: set[int]) -> None:
-        vocabulary = self.model.config.vocab_size
-        if len(ids) == 0:
-            raise ValueError(f"{prompt} is empty: it needs at least one token, such as the tokenizer's bos_id.")
-        for name, values in ((prompt, ids), ("stop_ids", params.stop_ids)):
-            wrong = [i for i in values if not 0 <= i < vocabulary]
-            if wrong:
-                raise ValueError(f"{name}: token id {wrong[0]} is outside the model's vocabulary of {vocabulary} ids.")
-        if len(ids) + params.max_tokens > self.capacity:
-            raise ValueError(f"{prompt} has {len(ids)} tokens and max_tokens={params.max_tokens}: together more than "
-                             f"capacity={self.capacity}. Shorten it, lower max_tokens or raise the Sampler's capacity (at most "
-                             f"the model's context length, {self.model.config.context_length}).")
-        if adapter and adapter not in known:
-            raise ValueError(f"{prompt} wants adapter {adapter}, which the model does not have; it has "
-                             f"{sorted(known) or 'none'}. 0 is the base model.")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"{prompt} has stop strings, which need a tokenizer: Sampler(model, tokenizer).")
 
     def _adapter_rows(self, prompts: Sequence[Prompt], batch: int) -> np.ndarray | None:
         return None if self.model.lora_owners is None else adapter_rows(prompts, batch)
 
-    def _prefill(self, look: Look, prompts: list[Prompt]) -> Rows:
-        """A row per prompt (and unused ones) that has absorbed all of its ids."""
+    def _resume(self, prompt: Prompt, keep: bool) -> None:
+        """Begins a prompt after the longest kept state that serves it. With `keep`, it will stop where it leaves what is
+        known of others, unless that saves later ones nothing: a piece of a prompt is never smaller than SMALLEST_PIECE."""
+        of = prompt.ids, prompt.adapter, prompt.version
+        session = self._store.find(*of, logprobs=prompt.params.prompt_logprobs)
+        shared = self._store.shared(*of) if keep else 0
+        prompt.begin(session, shared if shared - (session.tokens if session else 0) >= SMALLEST_PIECE else 0)
+
+    def _prefill(self, look: Look, prompts: list[Prompt], keep: bool) -> Rows:
+        """A row per prompt (and unused ones) that has absorbed all of its ids. With `keep`, states are kept at branches and
+        at the ends."""
         batch = bucket(len(prompts), 1, self.max_batch, step=4)
-        longest = max(len(p.ids) + p.params.max_tokens for p in prompts)
-        capacity = bucket(longest, SMALLEST_CAPACITY, self.capacity, step=2)
-        for p in prompts:
-            p.begin(None if self._store is None else self._store.find(p.ids, p.adapter, logprobs=p.params.prompt_logprobs))
-        sessions = [p.session for p in prompts] + [None] * (batch - len(prompts))
-        if self._store is not None and any(sessions):
-            rows = self._store.load(sessions, capacity=capacity)
-        else:
-            rows = start(look.graphdef, look.state, batch=batch, capacity=capacity)
+        capacity = self._capacity(max(len(p.ids) + p.params.max_tokens for p in prompts))
+        rows = start(look.graphdef, look.state, batch=batch, capacity=capacity)
+        for row, p in enumerate(prompts):
+            self._resume(p, keep)
+            if p.session is not None:
+                rows = self._store.load(p.session, rows, row)
         adapters = self._adapter_rows(prompts, batch)
         logprobs = any(p.params.prompt_logprobs for p in prompts)
-        pending = [p.ids[p.cached :] for p in prompts]
-        while any(map(len, pending)):
-            size = min(max(map(len, pending)), self.prefill_chunk)
+        absorbed = [p.cached for p in prompts]
+        while any(n < len(p.ids) for n, p in zip(absorbed, prompts, strict=True)):
+            left = [p.next_stop(n) - n for n, p in zip(absorbed, prompts, strict=True)]
+            size = min(max(left), self.prefill_chunk)
             ids = np.zeros((batch, bucket(size, SMALLEST_PIECE, self.prefill_chunk, step=4)), np.int32)
             lengths = np.zeros(batch, np.int32)
-            for row, rest in enumerate(pending):
-                lengths[row] = min(len(rest), ids.shape[1])
-                ids[row, : lengths[row]] = rest[: lengths[row]]
+            for row, p in enumerate(prompts):
+                n = lengths[row] = min(left[row], ids.shape[1])
+                ids[row, :n] = p.ids[absorbed[row] : absorbed[row] + n]
             rows, result = prefill(
                 look.graphdef, look.state, rows, ids, lengths, adapters, logprobs=logprobs, routes=self.routes
             )
             result = jax.device_get(result)
             for row, p in enumerate(prompts):
                 p.take(row, lengths[row], result)
-            pending = [rest[n:] for rest, n in zip(pending, lengths, strict=False)]
+                absorbed[row] += int(lengths[row])
+                if lengths[row] and absorbed[row] == p.branch:
+                    self._keep(p.kept(p.branch), rows, row)
+        if keep:
+            for row, p in enumerate(prompts):
+                self._keep(p.kept(len(p.ids)), rows, row)
         return rows
 
     def _draw(self, look: Look, drafts: list[Draft], keep_sessions: bool) -> None:
         """Completes the drafts, at most max_batch of them, in one batch."""
         prompts = list({id(d.prompt): d.prompt for d in drafts}.values())
-        rows = self._prefill(look, prompts)
+        rows = self._prefill(look, prompts, keep_sessions)
         batch = bucket(len(drafts), 1, self.max_batch, step=4)
         row_of = {id(p): row for row, p in enumerate(prompts)}
         source = np.array([row_of[id(d.prompt)] for d in drafts] + [0] * (batch - len(drafts)), np.int32)
@@ -235,8 +259,8 @@ class Sampler:
                     draft.take(row, lengths[row] - before[row], block)
                     remaining[row] *= not draft.stopped
         if keep_sessions:
-            kept = [d.kept(lengths[row], self._weights.version) for row, d in enumerate(drafts)]
-            store = self._sessions(look)
-            store.put(rows, [*kept, *[None] * (batch - len(drafts))])
+            kept = [draft.kept(lengths[row]) for row, draft in enumerate(drafts)]
+            for row, session in enumerate(kept):
+                self._keep(session, rows, row)
             for draft, session in zip(drafts, kept, strict=True):
-                draft.session = session if session in store else None
+                draft.session = session if session in self._store else None

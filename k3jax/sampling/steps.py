@@ -56,33 +56,29 @@ def start(graphdef: Any, state: Any, *, batch: int, capacity: int) -> Rows:
 
 
 @partial(jax.jit, static_argnames=("capacity",))
-def load(store: Rows, slots: Int32[Array, "B"], *, capacity: int) -> Rows:
-    """Copies of the store's rows; empty sequences for slots beyond it. Latents past a row's length are zero."""
-    length = _take(store.cache.length, slots, 0)
+def extract(rows: Rows, row: Int32[Array, ""], *, capacity: int) -> Rows:
+    """A copy of one row, as a batch of 1, with room for `capacity` tokens. Latents past its length are zero."""
+    length = rows.cache.length[row][None]
 
-    def latents(entry: MLAState) -> MLAState:
-        new = _take(entry.latent[:, :, :capacity], slots, 1)
-        return MLAState(jnp.where(jnp.arange(capacity)[:, None] < length[:, None, None], new, 0))
+    def cut(entry: KDAState | MLAState) -> KDAState | MLAState:
+        one = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, row, 1, axis=1), entry)
+        if isinstance(one, MLAState):
+            return MLAState(jnp.where(jnp.arange(capacity)[:, None] < length[0], one.latent[:, :, :capacity], 0))
+        return one
 
-    layers = tuple(
-        latents(entry) if isinstance(entry, MLAState) else jax.tree.map(lambda a: _take(a, slots, 1), entry)
-        for entry in store.cache.layers
-    )
-    return Rows(Cache(layers, length), _take(store.hidden, slots, 0))
+    return Rows(Cache(tuple(map(cut, rows.cache.layers)), length), rows.hidden[row][None])
 
 
-@partial(jax.jit, donate_argnames=("store",))
-def save(store: Rows, rows: Rows, slots: Int32[Array, "B"]) -> Rows:
-    """Writes each row into its slot of the store, in place; a row whose slot lies beyond the store is not kept."""
+@partial(jax.jit, donate_argnames=("rows",))
+def insert(rows: Rows, one: Rows, row: Int32[Array, ""]) -> Rows:
+    """Writes a batch of 1 into an unused row, in place. `rows` may have room for more tokens."""
 
-    def put(old: KDAState | MLAState, new: KDAState | MLAState) -> KDAState | MLAState:
-        if isinstance(old, MLAState) and isinstance(new, MLAState):
-            return MLAState(old.latent.at[:, slots, : new.latent.shape[2]].set(new.latent, mode="drop"))
-        return jax.tree.map(lambda a, b: a.at[:, slots].set(b, mode="drop"), old, new)
+    def put(old: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice(old, new, (0, row, *[0] * (old.ndim - 2)))
 
-    layers = tuple(map(put, store.cache.layers, rows.cache.layers))
-    length = store.cache.length.at[slots].set(rows.cache.length, mode="drop")
-    return Rows(Cache(layers, length), store.hidden.at[slots].set(rows.hidden, mode="drop"))
+    layers = jax.tree.map(put, rows.cache.layers, one.cache.layers)
+    length = rows.cache.length.at[row].set(one.cache.length[0])
+    return Rows(Cache(layers, length), rows.hidden.at[row].set(one.hidden[0]))
 
 
 @jax.jit
@@ -171,7 +167,3 @@ def decode(
 
 def _experts(out: Output) -> tuple[Array | None, ...]:
     return tuple(None if routing is None else routing.experts for routing in out.routing)
-
-
-def _take(a: Array, rows: Int32[Array, "B"], axis: int) -> Array:
-    return jnp.take(a, rows, axis=axis, mode="fill", fill_value=0)
