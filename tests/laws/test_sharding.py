@@ -7,14 +7,14 @@ from flax import nnx
 
 from k3jax.sharding import TRAIN, make_mesh, shard_batch, shardings
 
-B, T = 8, 33
-MESHES = [{"fsdp": 2, "expert": 2, "tensor": 2}, {"data": 2, "fsdp": 4}, {"fsdp": 8}, {"expert": 4, "tensor": 2}]
+B, T = 8, 36
+MESHES = [{"fsdp": 2, "expert": 2, "tensor": 2}, {"fsdp": 2, "context": 4}, {"data": 2, "fsdp": 4}, {"expert": 4, "tensor": 2}]
 
 
 @pytest.fixture(scope="module")
 def batch(small):
     ids = np.random.default_rng(0).integers(0, small.config.vocab_size, (B, T)).astype(np.int32)
-    segments = np.repeat([[1, 2, 0]], [20, 9, 4], 1).repeat(B, 0).astype(np.int32)
+    segments = np.repeat([[1, 2, 0]], [20, 12, 4], 1).repeat(B, 0).astype(np.int32)
     return ids, segments, (segments > 0).astype(np.float32)
 
 
