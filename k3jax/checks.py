@@ -3,11 +3,12 @@
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 
 def is_concrete(*arrays: Any) -> bool:
     """True if the values can be read here: nothing is traced, and no part lies with another process."""
-    return not any(isinstance(a, jax.core.Tracer) or (isinstance(a, jax.Array) and not a.is_fully_addressable) for a in arrays)
+    return not any(isinstance(a, Tracer) or (isinstance(a, jax.Array) and not a.is_fully_addressable) for a in arrays)
 
 
 def require_hidden(x: Any, size: int, tokens: tuple[int, ...] | None, layer: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from k3jax.checks import is_concrete
-from k3jax.config import K3Config
+from k3jax.config import K3Config, VisionConfig
 from k3jax.vision import token_counts
 
 
@@ -59,13 +59,13 @@ def check_placeholders(ids: np.ndarray, grids: Sequence[np.ndarray], config: K3C
 
     grids  per row [images, 3]: frames, height and width in patches, as for k3jax.vision.pack_patches
     """
-    _require_vision(config)
+    vision = _require_vision(config)
     ids = np.asarray(ids)
     if len(ids) != len(grids):
         raise ValueError(f"There are {len(ids)} rows of ids, but grids for {len(grids)} rows.")
     for row, grid in enumerate(grids):
         placeholders = int((ids[row] == config.media_token_id).sum())
-        counts = token_counts(grid, config.vision)
+        counts = token_counts(grid, vision)
         if placeholders != sum(counts):
             raise ValueError(
                 f"Row {row} has {placeholders} placeholders (id {config.media_token_id}), but its images "
@@ -73,6 +73,7 @@ def check_placeholders(ids: np.ndarray, grids: Sequence[np.ndarray], config: K3C
             )
 
 
-def _require_vision(config: K3Config) -> None:
+def _require_vision(config: K3Config) -> VisionConfig:
     if config.vision is None or config.media_token_id is None:
         raise ValueError("This model takes no images: its config lacks vision_config or media_placeholder_token_id.")
+    return config.vision
