@@ -15,9 +15,10 @@ from k3jax.checks import is_concrete
 from k3jax.config import K3Config
 from k3jax.packing import Packing
 from k3jax.plan import Segment
+from k3jax.pytree import pytree
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True)
 class KDAState:
     """State after the last token and the inputs that the short convolutions of q, k, v still need, oldest first."""
@@ -43,7 +44,7 @@ class KDAState:
         return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b.astype(a.dtype), layer, 0), self, new)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True)
 class MLAState:
     """Normalised latent and shared key part of each token, at index = its position; S = capacity in tokens.
@@ -89,7 +90,7 @@ class MLAState:
         return replace(self, latent=at.set(new.astype(self.latent.dtype), mode="drop", unique_indices=True))
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True)
 class Cache:
     """State of a batch of sequences after `length` tokens each. One entry of `layers` per stack of layers."""

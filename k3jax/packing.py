@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from k3jax.pytree import pytree
 
-@jax.tree_util.register_dataclass
+
+@pytree
 @dataclass(frozen=True)
 class Packing:
     """Segment 0 is padding; 1, 2, … are sequences, each contiguous in its row. Positions count from each sequence's start."""

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import tiktoken
 
@@ -61,7 +61,7 @@ class Tokenizer:
     @classmethod
     def from_ranks(
         cls, ranks: Mapping[bytes, int], special_tokens: Mapping[str, int], **settings: Any
-    ) -> Self:
+    ) -> "Tokenizer":
         """A tokenizer from its parts.
 
         ranks           bytes of a token -> its id, 0 .. n-1, the 256 single bytes among them

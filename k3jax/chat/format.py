@@ -6,7 +6,7 @@ markers are special tokens and everything else, names and attributes included, i
 
 import re
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from k3jax.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ class Markers:
     end_of_message: int
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Self:
+    def of(cls, tokenizer: Tokenizer) -> "Markers":
         """Raises ChatError for a tokenizer to which a marker is a text like any other: its model has another format."""
         names = (OPEN, CLOSE, SEP, END_OF_MESSAGE)
         if missing := [name for name in names if name not in tokenizer.special_tokens]:

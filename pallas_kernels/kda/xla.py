@@ -122,7 +122,7 @@ def _paste(arrays: list[Array], chunks: list[Array], i: Int32[Array, ""], C: int
 
 
 @cache
-def _levels(C: int) -> tuple[Float32[np.ndarray, "L+2 C C"], Bool[np.ndarray, "L C C"]]:
+def _levels(C: int) -> tuple[Float32[np.ndarray, "sums C C"], Bool[np.ndarray, "levels C C"]]:
     """Which tokens' log decays each token sums, and which pairs (t, s) each level of blocks covers.
 
     The last two sums are those of P (from the chunk's begin) and X (to its end), of which no pair is made.
