@@ -20,6 +20,8 @@ class Shape(NamedTuple):
 
 
 class Drawn(NamedTuple):
+    """What `draw` drew for each row."""
+
     token: Int32[Array, "B"]
     logprob: Float32[Array, "B"]  # under the distribution that was drawn from, nats
     raw: Float32[Array, "B V"]  # log softmax of the logits as the model gave them

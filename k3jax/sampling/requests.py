@@ -39,6 +39,7 @@ def per_prompt(name: str, given: Any, kind: type[T], count: int) -> list[T]:
         return [given] * count
     if isinstance(given, str) or not _listed(given):
         raise TypeError(f"{name} must be {_NEEDED[name]}, one for all or one per prompt: got {given!r}.")
+    given = given if isinstance(given, Sequence) else np.asarray(given).tolist()
     wrong = [value for value in given if not _is(value, kind)]
     if wrong:
         raise TypeError(f"{name} must be {_NEEDED[name]}, one for all or one per prompt: got {wrong[0]!r} among them.")

@@ -39,7 +39,8 @@ class Sampler:
     prefill_chunk  longer prompts are absorbed in pieces of this many tokens, a power of two
     session_bytes  most bytes of kept states, which take memory as they come; the least recently used go first. A state
                    takes `state_bytes(config, tokens)`, its tokens rounded up to the next size of a cache; for K3 449 MB
-                   and 27 kB a token. None: 8 states of full capacity, and at least 2^27 bytes.
+                   and 27.6 kB a token. None: 8 states of full capacity, and at least 2^27 bytes; for K3 that is 4.5 GB
+                   with capacity=4096 and 236 GB with its whole context, so say there what the machine can spare.
     routes         return the experts chosen for every token (`replay` makes them `picks` for a trainer)
     seed           where the seeds of requests without one come from
 

@@ -98,7 +98,7 @@ class SessionStore:
 
     def put(self, session: Session, rows: Rows, row: int, *, capacity: int, size: int) -> None:
         """Keeps a copy of a row: `capacity` tokens of its latents, `size` bytes in all. A state that is there already gains
-        what the session knows of its logprobs. Raises nothing if it is larger than the limit: it is just not kept."""
+        what the session knows of its logprobs; one larger than the limit is not kept."""
         known = self._kept.pop(session.key, None)
         if known is not None:
             better = known.session if session.logprobs is None else session
@@ -142,8 +142,8 @@ def common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def state_bytes(config: K3Config, capacity: int) -> int:
-    """Bytes of one sequence's state with room for `capacity` tokens: `Rows` of batch 1, on all devices together if they
-    split it."""
+    """Bytes of one copy of a sequence's state with room for `capacity` tokens: `Rows` of batch 1. Devices of a mesh that
+    replicate it hold one copy each."""
     fixed, per_token = bytes_per_sequence(config)
     length = jnp.dtype(jnp.int32).itemsize
     return fixed + per_token * capacity + config.hidden_size * jnp.dtype(config.dtype).itemsize + length

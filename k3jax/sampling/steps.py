@@ -44,6 +44,8 @@ class Block(NamedTuple):
 
 
 class Prefilled(NamedTuple):
+    """What `prefill` found of the ids given; None unless asked for."""
+
     logprobs: Float32[Array, "B T"] | None  # of the ids given, each from what comes before it
     routes: tuple[Int32[Array, "n B T k"] | None, ...] | None
 

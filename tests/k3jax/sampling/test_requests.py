@@ -1,5 +1,7 @@
 """Requests that cannot be served: one error that says what was given and what is needed."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from k3jax.sampling import Sampler, SamplingParams
@@ -62,6 +64,14 @@ def test_requests_that_cannot_be_served_are_refused_with_the_reason():
 def test_what_is_no_prompt_parameter_or_adapter_is_refused_with_what_is_needed(prompts, more, message):
     with pytest.raises(TypeError, match=message):
         new_sampler().generate(prompts, **{"params": SamplingParams(max_tokens=4), **more})
+
+
+def test_arrays_are_as_good_as_lists():
+    sampler, params = new_sampler(), SamplingParams(max_tokens=2, seed=0)
+    lists = sampler.generate([IDS[:4], IDS[4:8], IDS[8:12], IDS[12:16]], params, [0, 1, 2, 0])
+    for array in (np.array, jnp.array):
+        arrays = sampler.generate(array(IDS[:16]).reshape(4, 4), params, array([0, 1, 2, 0]))
+        assert [row[0].ids for row in arrays] == [row[0].ids for row in lists]
 
 
 @pytest.mark.parametrize("prompts", ["hello", [[1, 2]], ["a", 1]])
