@@ -12,7 +12,7 @@ from k3jax.lora.peft import save as save_peft
 from k3jax.model import K3
 from k3jax.tokenizer import RANKS_FILE, Tokenizer
 from k3jax.weights import load
-from train.config import TrainConfig
+from train.config import RunError, TrainConfig
 from train.data import load_tokenizer
 from train.optim import adamw, in_columns
 from train.step import Objective, Trainer
@@ -43,14 +43,20 @@ class Subject:
 
     def trainer(self, objective: Callable[[int], Objective], config: AdapterConfig) -> Trainer:
         """A trainer of the adapter, and of no other on the model; `objective` is made for its id."""
-        columns = self.adapters[self.name].columns
+        adapter = self.adapters[self.name]
+
+        def require() -> None:
+            if self.name not in self.adapters or self.adapters[self.name] != adapter:
+                raise RunError(f"Adapter {self.name!r} was removed or replaced while it was trained: make a new trainer.")
+
         return Trainer(
-            self.model, LoRAParam, objective(self.adapter), config, lambda c, weights: in_columns(adamw(c, weights), columns)
+            self.model, LoRAParam, objective(self.adapter), config,
+            lambda c, weights: in_columns(adamw(c, weights), adapter.columns), require=require,
         )
 
     def save(self, config: AdapterConfig) -> Path:
         folder = Path(config.out) / "adapter"
-        save_peft(self.adapters, self.name, folder)
+        save_peft(self.adapters, self.name, folder, base=config.checkpoint)
         return folder
 
 

@@ -1,12 +1,14 @@
 """Checkpoints of a run, through orbax: written in the background, whole or not at all, the last few kept.
 
 A checkpoint holds all that a run needs to go on exactly: trained weights, router biases, optimizer state, step, and the
-position in the data. It also holds the dtype, shape and checksum of every array, because orbax restores an array with
-flipped bits without a word.
+position in the data. It also holds the run's settings, and the dtype, shape and checksum of every array, because orbax
+restores an array with flipped bits without a word.
 """
 
+import errno
 import logging
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from jaxtyping import Array, UInt32
 
 from k3jax.weights.writer import disk_full
 from train.config import RunError
+from train.settings import differences
 from train.step import State
 
 logger = logging.getLogger(__name__)
@@ -28,9 +31,13 @@ class CheckpointError(RunError):
 
 
 class Checkpoints:
-    """The checkpoints in a folder, one per step that was saved. Use as a context manager: leaving waits for the last."""
+    """The checkpoints in a folder, one per step that was saved. Use as a context manager: leaving waits for the last.
 
-    def __init__(self, folder: str | Path, *, keep: int):
+    settings  of the run (train.settings): only checkpoints of a run with the same ones are gone on from
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int, settings: Mapping[str, str] | None = None):
+        self.settings = dict(settings or {})
         self.folder = Path(folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file, where a folder of checkpoints is needed: remove it or set out=….")
@@ -66,7 +73,7 @@ class Checkpoints:
         if jax.default_backend() == "cpu":
             state = jax.tree.map(lambda x: x.copy(), state)  # orbax writes from CPU arrays in place
         tree = ocp.args.StandardSave(_as_dict(state))  # type: ignore[call-arg]
-        data = ocp.args.JsonSave({"position": position, "arrays": _arrays(state)})  # type: ignore[call-arg]
+        data = ocp.args.JsonSave({"position": position, "arrays": _arrays(state), "settings": self.settings})  # type: ignore[call-arg]
         try:
             self.manager.save(step, args=ocp.args.Composite(state=tree, data=data))
         except Exception as error:
@@ -82,8 +89,8 @@ class Checkpoints:
     def restore(self, like: State) -> tuple[int, State, dict[str, Any]] | None:
         """The latest whole checkpoint, or None if there is no checkpoint at all.
 
-        Damaged ones are passed over with one warning. Raises CheckpointError if all are, or if the checkpoint is of another
-        model, adapter or optimizer than `like`.
+        Damaged ones are passed over with one warning. Raises CheckpointError if all are, if the system fails to read one
+        that may be whole, or if the checkpoint is of another model, adapter or optimizer than `like`, or of other settings.
         """
         faults = []
         for step in reversed(self._entries()):
@@ -92,6 +99,11 @@ class Checkpoints:
             except CheckpointError:
                 raise
             except Exception as error:
+                if (passing := _passing(error)) is not None:
+                    raise CheckpointError(
+                        f"The checkpoint of step {step} in {self.folder} cannot be read now: {passing}. Mend that and start the "
+                        "same command again."
+                    ) from error
                 faults.append(f"step {step} cannot be read ({_first_line(error)})")
                 continue
             if faults:
@@ -109,6 +121,11 @@ class Checkpoints:
         """Raises CheckpointError if the checkpoint does not fit `like`, any other error if it is damaged."""
         data = self._items(step, data=ocp.args.JsonRestore())["data"]  # type: ignore[call-arg]
         arrays = data["arrays"]
+        if other := differences(data.get("settings", {}), self.settings):
+            raise CheckpointError(
+                f"{self.folder} belongs to a run with other settings: {'; '.join(other[:8])}{'; …' * (len(other) > 8)}. "
+                "Give the settings of that run to go on with it, or name another folder (out=…)."
+            )
         self._require_same(step, arrays, like)
         wanted = _as_dict(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
         state = _as_state(self._items(step, state=ocp.args.StandardRestore(wanted))["state"], like)  # type: ignore[call-arg]
@@ -133,10 +150,15 @@ class Checkpoints:
             "run, or name another folder (out=…)."
         )
 
-    def discard_after(self, step: int) -> None:
-        """Removes later checkpoints, which could not be read: the run will write them again."""
-        for later in [s for s in self.steps if s > step]:
-            self.manager.delete(later)
+    def set_aside_after(self, step: int) -> None:
+        """Moves later checkpoints, which could not be read, to the folder `damaged` beside this one: the run writes them
+        again."""
+        aside = self.folder.with_name("damaged")
+        for later in [s for s in self._entries() if s > step]:
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / str(later), ignore_errors=True)
+            (self.folder / str(later)).rename(aside / str(later))
+        self.manager.reload()
 
     def _write_error(self, step: int | None, error: BaseException) -> CheckpointError:
         """What to tell the user; what was written of the checkpoint is removed, for it takes space."""
@@ -188,6 +210,16 @@ def _checksum(x: Array) -> UInt32[Array, ""]:
     """The bits of each number, read as unsigned, summed modulo 2^32. Arrays may lie on different devices: one call each."""
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+
+
+def _passing(error: BaseException | None) -> OSError | None:
+    """The error of the system behind `error`, if it says nothing about the files themselves: no permission, too many open."""
+    kinds = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT)
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in kinds:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _first_line(error: BaseException) -> str:

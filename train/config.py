@@ -1,4 +1,4 @@
-"""Settings of a training run, and the command line that all training programs share.
+"""Settings of a training run, from a Python file and arguments.
 
 A config file is Python with a function `config()` that returns a frozen dataclass; arguments `name=value` replace its
 fields, nested ones with dots. Everything is checked before any work starts.
@@ -7,16 +7,13 @@ fields, nested ones with dots. Everything is checked before any work starts.
 import ast
 import dataclasses
 import difflib
-import logging
 import math
 import re
 import runpy
-import sys
 import traceback
 import types
 import typing
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,8 +21,6 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from k3jax.config import ConfigError
-from k3jax.weights.reader import CheckpointError
-from k3jax.weights.writer import disk_full
 
 Config = TypeVar("Config")
 
@@ -120,68 +115,8 @@ def override(config: Config, arguments: Sequence[str]) -> Config:
                 raise ConfigError(_unknown(path, ".".join((*names[:depth], name)), _paths(config)))
             if depth < len(names) - 1:
                 target, level = getattr(target, name), level.setdefault(name, {})
-        level[names[-1]] = _parse(text, _hint(type(target), names[-1]), getattr(target, names[-1]), path)
+        level[names[-1]] = _parse(text, type_hint(type(target), names[-1]), getattr(target, names[-1]), path)
     return _replaced(config, changes)
-
-
-def command_line(kind: type[Config], main: Callable[[Config], object], examples: Sequence[str]) -> int:
-    """Reads `CONFIG name=value…` from sys.argv and calls `main`. Returns the exit status.
-
-    What the user can mend ends with its message and status 2, without a traceback.
-    """
-    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    _silence_orbax()
-    arguments = sys.argv[1:]
-    if not arguments or "-h" in arguments or "--help" in arguments:
-        print(usage(kind, examples))
-        return 0 if arguments else 2
-    try:
-        main(override(load_config(arguments[0], kind), arguments[1:]))
-    except (ConfigError, RunError, CheckpointError, OSError) as error:
-        text = f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError) and disk_full(error):
-            text = f"{text.removesuffix('.')}. When there is space, start the same command again: it goes on from its checkpoint."
-        print(text, file=sys.stderr)
-        return 2
-    return 0
-
-
-def _silence_orbax() -> None:
-    """Orbax tells of every file, and leaves behind coroutines of what failed, of which Python then complains at any
-    time. What it raises is told by us."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    if not isinstance(sys.unraisablehook, _Unraisable):
-        sys.unraisablehook = _Unraisable(sys.unraisablehook)
-
-
-@dataclass(frozen=True)
-class _Unraisable:
-    """A sys.unraisablehook that leaves out what comes from orbax and its event loops."""
-
-    rest: Callable[[Any], Any]
-
-    def __call__(self, unraisable: Any) -> None:
-        frames = (frame for frame, _ in traceback.walk_tb(unraisable.exc_traceback))
-        if not any(frame.f_globals.get("__name__", "").startswith(("orbax.", "asyncio.")) for frame in frames):
-            self.rest(unraisable)
-
-
-def usage(kind: type, examples: Sequence[str]) -> str:
-    """The text of --help: how to call it, examples, and every field with its type and default."""
-    width = max(len(f.name) for f in dataclasses.fields(kind))
-    lines = []
-    for f in dataclasses.fields(kind):
-        hint = _hint(kind, f.name)
-        default = "" if f.default is dataclasses.MISSING else f" = {f.default!r}"
-        lines.append(f"  {f.name:{width}}  {_type_name(hint)}{default}")
-        lines += [f"  {f.name}.{inner}" for part in _members(hint) if dataclasses.is_dataclass(part)
-                  for inner in (g.name for g in dataclasses.fields(part))]
-    program = examples[0].split(" configs/")[0]
-    shown = "\n".join(f"  {example}" for example in examples)
-    return (f"usage: {program} CONFIG [name=value ...]\n\nCONFIG is a Python file whose config() returns a "
-            f"{kind.__name__}.\n\nexamples:\n{shown}\n\nfields:\n" + "\n".join(lines))
 
 
 def _mistake_in(path: str, error: Exception) -> str:
@@ -234,20 +169,22 @@ def _replaced(config: Any, changes: Mapping[str, Any], at: str = "") -> Any:
         values[name] = _replaced(now, value, f"{at}{name}.") if nested else value
     try:
         return dataclasses.replace(config, **values)
-    except ValueError as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ConfigError(f"{at.removesuffix('.')}: {error}" if at else str(error)) from error
 
 
-def _hint(kind: type, name: str) -> Any:
+def type_hint(kind: type, name: str) -> Any:
+    """The type of a field, names resolved."""
     return typing.get_type_hints(kind)[name]
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
+def members(hint: Any) -> tuple[Any, ...]:
     """The alternatives of a union; else the type alone."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _type_name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
+    """A type as a reader would write it."""
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
 
 
@@ -255,16 +192,19 @@ def _parse(text: str, hint: Any, current: Any, path: str) -> Any:
     """The value that `text` spells, of the type `hint`."""
     if hint is Any:
         try:
-            return jnp.dtype(text)
-        except TypeError:
-            raise ConfigError(f"{path}={text}: a dtype is needed, such as float32 or bfloat16.") from None
-    for kind in _members(hint):
+            dtype = jnp.dtype(text)
+        except (TypeError, ValueError, SyntaxError):
+            dtype = jnp.dtype(bool)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ConfigError(f"{path}={text}: a dtype of real numbers is needed, such as float32 or bfloat16.")
+        return dtype
+    for kind in members(hint):
         try:
             return _of_kind(text, kind)
         except (ValueError, SyntaxError):
             continue
     shown = f" (now {current!r})" if not dataclasses.is_dataclass(current) else ""
-    raise ConfigError(f"{path}={text}: a value of type {_type_name(hint)} is needed{shown}.")
+    raise ConfigError(f"{path}={text}: a value of type {type_name(hint)} is needed{shown}.")
 
 
 def _of_kind(text: str, kind: Any) -> Any:

@@ -26,6 +26,7 @@ from train.config import RunError, TrainConfig, require_whole
 
 Example = dict[str, np.ndarray]  # ids, targets int32 [n] and weights fp32 [n]; a pair also `part` int32 [n]
 MAX_SEGMENTS = 1024  # sequences in a row
+FP32_MAX = 3.4e38
 
 
 class DataError(RunError):
@@ -112,6 +113,8 @@ class JsonlExamples:
                 self.examples.append(encode(entry))
             except (ValueError, RunError) as error:
                 raise DataError(f"{path} line {number}: {error}") from error
+            except (TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+                raise DataError(f"{path} line {number} is not of the form needed: {type(error).__name__}: {error}") from error
             self.lines.append(number)
 
     def __len__(self) -> int:
@@ -154,7 +157,7 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 entry = json.loads(line.decode())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path} line {number} is not JSON: {error}") from error
             if not isinstance(entry, dict):
                 raise DataError(f"{path} line {number}: a JSON object is needed, got {type(entry).__name__}.")
@@ -187,14 +190,15 @@ def token_example(ids: Any, weights: Any) -> Example:
 def _encode(config: Jsonl, tokenizer: Tokenizer | None, entry: dict[str, Any]) -> Example:
     if "messages" in entry:
         tools = entry.get("tools")
+        _require_messages(entry)
         example = chat_example(_needed(tokenizer, "messages"), entry["messages"], tools, config.roles, config.thinking)
     elif "ids" in entry:
         ids, weights = entry["ids"], entry.get("weights")
-        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-            raise ValueError("ids must be a list of whole numbers of at least 0.")
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+            raise ValueError("ids must be a list of whole numbers from 0 to 2**31 - 1.")
         weights = [1.0] * len(ids) if weights is None else weights
-        if not isinstance(weights, list) or not all(type(w) in (int, float) and np.isfinite(w) for w in weights):
-            raise ValueError("weights must be a list of finite numbers.")
+        if not isinstance(weights, list) or not all(type(w) in (int, float) and abs(w) < FP32_MAX for w in weights):
+            raise ValueError("weights must be a list of numbers that are finite in float32.")
         if len(weights) != len(ids):
             raise ValueError(f"there are {len(ids)} ids but {len(weights)} weights: one per id is needed.")
         example = token_example(ids, weights)
@@ -209,6 +213,7 @@ def _encode_pair(config: Pairs, tokenizer: Tokenizer, entry: dict[str, Any]) -> 
     """Chosen and rejected conversation one after the other; `part` says which is which."""
     if missing := [name for name in ("messages", "chosen", "rejected") if name not in entry]:
         raise ValueError(f"a pair needs messages, chosen and rejected; {' and '.join(missing)} missing.")
+    _require_messages(entry)
     halves = []
     for part, name in enumerate(("chosen", "rejected"), 1):
         answer = entry[name] if isinstance(entry[name], list) else [entry[name]]
@@ -221,6 +226,12 @@ def _encode_pair(config: Pairs, tokenizer: Tokenizer, entry: dict[str, Any]) -> 
     return {name: np.concatenate([half[name] for half in halves]) for name in halves[0]}
 
 
+def _require_messages(entry: Mapping[str, Any]) -> None:
+    messages = entry["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError('messages must be a list of objects such as {"role": "user", "content": "…"}.')
+
+
 def load_tokenizer(folder: str) -> Tokenizer:
     """The tokenizer in a folder. Raises DataError if a file of it is damaged, FileNotFoundError if it is not there."""
     try:
@@ -231,7 +242,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
 
 def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     if tokenizer is None:
-        raise DataError(f"{what} need a tokenizer: name the folder that holds one (tokenizer=…).")
+        raise DataError(f"{what} need a tokenizer: put tiktoken.model and tokenizer_config.json into the checkpoint's folder.")
     return tokenizer
 
 

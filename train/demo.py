@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from k3jax.sampling import Sampler, SamplingParams
 from k3jax.tokenizer import Tokenizer
 from k3jax.weights import load
 from train.adapter import Subject
+from train.cli import guarded
 from train.config import load_config
 from train.metrics import duration
 from train.rl.env import Episode
@@ -35,15 +37,18 @@ def demo(out: Path, seed: int, steps: int | None) -> None:
     began = time.monotonic()
     jax.config.update("jax_compilation_cache_dir", str(Path(".jax_cache").absolute()))
     configs = {name: load_config(path, RLConfig) for name, path in CONFIGS.items()}
+    configs = {
+        name: dataclasses.replace(c, seed=seed, out=str(out / name), steps=c.steps if steps is None else steps)
+        for name, c in configs.items()
+    }
     checkpoint = next(iter(configs.values())).checkpoint
     model, tokenizer = load(checkpoint, dtype="float32"), Tokenizer(checkpoint)
     adapters = Adapters(model, columns=sum(c.adapter.max_rank for c in configs.values()))
     curves: dict[str, list[dict[str, Any]]] = {}
     for name, config in configs.items():
-        config = dataclasses.replace(config, seed=seed, out=str(out / name), steps=steps or config.steps)
         adapters.add(name, config.adapter, seed=seed)
         print(f"\n{name}: LoRA of rank {config.adapter.rank}, {adapters.trainable_parameters(name):,} parameters, "
-              f"{config.groups} x {config.group_size} episodes a step", flush=True)
+              f"{config.groups} x {config.group_size} episodes a step; the first step compiles", flush=True)
         train_rl(config, Subject(model, tokenizer, adapters, name))
         lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
         curves[name] = [json.loads(line) for line in lines]
@@ -114,15 +119,18 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return " ".join(map(pick, calls)) or str(message.get("content") or "-")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m train.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n  python -m train.demo\n  python -m train.demo --seed 1 --steps 4 --out runs/quick",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for metrics, pictures and adapters")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of tasks, adapters and samples")
     parser.add_argument("--steps", type=int, help="RL steps per task instead of the configs'")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    demo(arguments.out, arguments.seed, arguments.steps)
+    return guarded(lambda: demo(arguments.out, arguments.seed, arguments.steps))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

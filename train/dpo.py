@@ -17,7 +17,8 @@ from jaxtyping import Array, Float32, Int
 
 from k3jax.config import ConfigError
 from train.adapter import AdapterConfig, Subject, load_subject
-from train.config import command_line, require_positive, require_whole
+from train.cli import command_line
+from train.config import require_positive, require_whole
 from train.data import DataFeed, Pairs
 from train.loop import run
 from train.loss import loss_named

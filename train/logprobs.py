@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from k3jax.linear import dot
-
 Inputs = TypeVar("Inputs")  # a pytree of arrays [B, T, ...]
 
 
@@ -18,13 +16,6 @@ def token_logprobs(logits: Float[Array, "*n V"], targets: Int[Array, "*n"]) -> F
     targets = jnp.where(targets < 0, logits.shape[-1], targets)  # negative indices would count from the end
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan)
     return chosen[..., 0] - jax.nn.logsumexp(logits, axis=-1)
-
-
-def chunked_logprobs(
-    hidden: Float[Array, "B T D"], head: Float[Array, "D V"], targets: Int[Array, "B T"], chunk: int
-) -> Float32[Array, "B T"]:
-    """token_logprobs(hidden @ head, targets), `chunk` tokens of each row at a time; see logprobs_by_chunk."""
-    return logprobs_by_chunk(lambda h: dot(h, head, jnp.float32), hidden, targets, chunk)
 
 
 def logprobs_by_chunk(

@@ -2,14 +2,16 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from train.checkpoint import Checkpoints
 from train.config import RunError, TrainConfig
+from train.lock import only_run_in
 from train.metrics import Figures, MetricsFile, ProgressLine, plot
-from train.step import MicroBatch, Trainer
+from train.settings import settings
+from train.step import MicroBatch, Trainer, TrainingError
 
 logger = logging.getLogger(__name__)
 
@@ -40,23 +42,33 @@ class Report(Protocol):
     def show(self, step: int, figures: Figures) -> None: ...
 
 
-def run(trainer: Trainer, feed: Feed, config: TrainConfig, *, report: Report | None = None) -> list[dict[str, Any]]:
+def run(
+    trainer: Trainer, feed: Feed, config: TrainConfig, *, report: Callable[[int, int], Report] = ProgressLine
+) -> list[dict[str, Any]]:
     """Trains up to config.steps, from the last checkpoint in config.out if there is one. Returns all metrics.
 
     Two runs with the same config have the same losses, bit for bit, however often one of them is killed and started
-    again. Checkpoints are written every `save_every` steps and at the end.
+    again. Checkpoints are written every `save_every` steps and at the end. `report` is called with the number of steps
+    and the step that is gone on from.
+
+    Raises RunError if the folder belongs to a run with other settings or one that is still going, and if the run learned
+    nothing because every step was refused.
     """
     folder = Path(config.out)
-    metrics = MetricsFile(folder)
-    with Checkpoints(folder / "checkpoints", keep=config.keep) as checkpoints:
+    with only_run_in(folder), Checkpoints(folder / "checkpoints", keep=config.keep, settings=settings(config)) as checkpoints:
+        metrics = MetricsFile(folder)
         start = _resume(trainer, feed, checkpoints)
         if start == 0:
             _require_new(metrics, config)
         metrics.keep_until(start or -1)
-        report = report or ProgressLine(config.steps, start)
+        if start >= config.steps:
+            logger.info("All %d steps are done. More: steps=…; a new run: another folder (out=…).", config.steps)
+        else:
+            logger.info("The first step takes the longest: it compiles.")
+        shown = report(config.steps, start)
         if start == 0 and (figures := feed.after(0, {})):
             metrics.add(0, figures)
-            report.show(0, figures)
+            shown.show(0, figures)
         for step in range(start + 1, config.steps + 1):
             began = time.monotonic()
             batch, extra = feed.next(step)
@@ -64,11 +76,12 @@ def run(trainer: Trainer, feed: Feed, config: TrainConfig, *, report: Report | N
             figures |= feed.after(step, figures)
             figures["seconds"] = round(time.monotonic() - began, 3)
             metrics.add(step, figures)
-            report.show(step, figures)
+            shown.show(step, figures)
             if step % config.save_every == 0 or step == config.steps:
                 checkpoints.save(step, trainer.state, feed.state())
     entries = metrics.read()
     plot(entries, folder / "metrics.png")
+    _require_learned(entries)
     return entries
 
 
@@ -80,6 +93,18 @@ def _require_new(metrics: MetricsFile, config: TrainConfig) -> None:
             f"{metrics.path} tells of {done} steps, but there is no checkpoint beside it to go on from. Put the checkpoints "
             f"back. To begin anew, remove {config.out} or name another folder (out=…)."
         )
+
+
+def _require_learned(entries: Sequence[dict[str, Any]]) -> None:
+    """Warns of refused steps. Raises TrainingError if there were no others."""
+    refused = [entry["step"] for entry in entries if entry.get("refused")]
+    trained = sum("refused" in entry for entry in entries)
+    if not refused:
+        return
+    text = f"{len(refused)} of {trained} steps were refused, step {refused[0]} first: loss, gradient or update not finite"
+    if len(refused) == trained:
+        raise TrainingError(f"{text}. Nothing was learned. Try a smaller lr, and look for broken rows in the data.")
+    logger.warning("%s.", text)
 
 
 def _resume(trainer: Trainer, feed: Feed, checkpoints: Checkpoints) -> int:
@@ -96,6 +121,6 @@ def _resume(trainer: Trainer, feed: Feed, checkpoints: Checkpoints) -> int:
             f"{checkpoints.folder} belongs to a run with other data or of another kind: its position in the data is none of this "
             "run's. Give the settings of that run, or name another folder (out=…)."
         ) from error
-    checkpoints.discard_after(step)
+    checkpoints.set_aside_after(step)
     logger.info("Going on from step %d (%s).", step, checkpoints.folder)
     return step

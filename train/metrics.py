@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 Figures = Mapping[str, float]
-PLOTTED = ("loss", "reward", "heldout_reward", "correct", "reached", "failed", "grad_norm", "logprob_gap")
+PLOTTED = ("loss", "reward", "heldout_reward", "correct", "reached", "grad_norm", "logprob_gap")
 
 
 class MetricsFile:
@@ -77,6 +77,25 @@ def plot(entries: Sequence[Mapping[str, Any]], path: str | Path, names: Sequence
     figure.savefig(path, dpi=110)
 
 
+class Pace:
+    """Speed and time left, counted from the end of the first step, which compiles."""
+
+    def __init__(self, steps: int, start: int):
+        self.steps, self.first = steps, start + 1
+        self.begin = time.monotonic()
+        self.tokens = self.timed_steps = 0.0
+
+    def after(self, step: int, figures: Figures) -> tuple[float, float] | None:
+        """Tokens/s (from tokens_in) and seconds left after a step; None while no step was timed."""
+        now = time.monotonic()
+        if step <= self.first:
+            self.begin = now
+            return None
+        self.tokens, self.timed_steps = self.tokens + figures.get("tokens_in", 0.0), self.timed_steps + 1
+        seconds = max(now - self.begin, 1e-9)
+        return self.tokens / seconds, seconds / self.timed_steps * (self.steps - step)
+
+
 class ProgressLine:
     """step 40/300  loss 1.234  12.3k tokens/s  2m10s left
 
@@ -84,49 +103,39 @@ class ProgressLine:
     """
 
     def __init__(self, steps: int, start: int = 0, *, interval: float = 5.0, out: TextIO | None = None):
-        self.steps, self.first, self.interval, self.out = steps, start, interval, out or sys.stderr
-        self.begin = self.last = time.monotonic()
-        self.tokens = self.timed_steps = 0.0
+        self.steps, self.interval, self.out = steps, interval, out or sys.stderr
+        self.pace, self.last = Pace(steps, start), time.monotonic()
 
     def show(self, step: int, figures: Figures) -> None:
-        """After each step. The first one compiles, so speed and time left count from its end."""
-        now = time.monotonic()
-        tokens = figures.get("tokens_in", 0.0)
-        if step <= self.first + 1:
-            self.begin = now
-        else:
-            self.tokens, self.timed_steps = self.tokens + tokens, self.timed_steps + 1
+        pace, now = self.pace.after(step, figures), time.monotonic()
         if now - self.last < (0.2 if self.out.isatty() else self.interval) and 1 < step < self.steps:
             return
         self.last = now
         shown = "  ".join(f"{k} {figures[k]:.4g}" for k in ("loss", "reward", "grad_norm") if k in figures)
-        line = f"step {step}/{self.steps}  {shown}{self._speed(now, step)}"
+        speed = f"  {pace[0]:,.0f} tokens/s  {duration(pace[1])} left" if pace else ""
+        line = f"step {step}/{self.steps}  {shown}{speed}"
         self.out.write(f"\r\x1b[K{line}" if self.out.isatty() else f"{line}\n")
         if self.out.isatty() and step == self.steps:
             self.out.write("\n")
         self.out.flush()
 
-    def _speed(self, now: float, step: int) -> str:
-        seconds = now - self.begin
-        if not self.timed_steps or seconds <= 0:
-            return ""
-        left = seconds / self.timed_steps * (self.steps - step)
-        return f"  {self.tokens / seconds:,.0f} tokens/s  {duration(left)} left"
-
 
 class Table:
-    """A line per step with the named figures, under a heading that is repeated every `again` lines."""
+    """A line per step with the named figures, tokens/s and time left, under a heading that is repeated every `again` lines."""
 
-    def __init__(self, names: Sequence[str], *, again: int = 20, out: TextIO | None = None):
+    def __init__(self, names: Sequence[str], steps: int, start: int = 0, *, again: int = 20, out: TextIO | None = None):
         self.names, self.again, self.out, self.lines = names, again, out or sys.stdout, 0
+        self.pace = Pace(steps, start)
 
     def show(self, step: int, figures: Figures) -> None:
         widths = [max(len(name), 7) for name in self.names]
         if self.lines % self.again == 0:
             heading = "  ".join(f"{name:>{width}}" for name, width in zip(self.names, widths, strict=True))
-            self.out.write(f" step  {heading}\n")
+            self.out.write(f" step  {heading}  tokens/s     left\n")
         cells = (f"{figures[n]:>{w}.4g}" if n in figures else " " * w for n, w in zip(self.names, widths, strict=True))
-        self.out.write(f"{step:5}  {'  '.join(cells)}\n")
+        pace = self.pace.after(step, figures)
+        speed = f"  {pace[0]:>8,.0f}  {duration(pace[1]):>7}" if pace else ""
+        self.out.write(f"{step:5}  {'  '.join(cells)}{speed}\n")
         self.out.flush()
         self.lines += 1
 

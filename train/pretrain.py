@@ -15,7 +15,8 @@ from flax import nnx
 from k3jax.config import ConfigError, K3Config
 from k3jax.model import K3
 from k3jax.weights import abstract, load, save
-from train.config import TrainConfig, command_line
+from train.cli import command_line
+from train.config import TrainConfig
 from train.data import DataFeed, Jsonl, Transcripts, load_tokenizer
 from train.loop import run
 from train.loss import loss_named

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from train.adapter import AdapterConfig, Subject, load_subject
-from train.config import command_line
+from train.cli import command_line
 from train.data import DataFeed, Jsonl, Transcripts
 from train.loop import run
 from train.loss import loss_named

@@ -8,11 +8,10 @@ by its count gives the mean. Two programs are compiled, whatever the number of m
 the running sums, one applies them.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 from k3jax.param import Balance
+from k3jax.pytree import pytree
 from train.balance import next_bias
 from train.config import RunError, TrainConfig
 from train.loss import Metrics
@@ -45,7 +45,7 @@ class Sums(NamedTuple):
 Objective = Callable[[nnx.Module, MicroBatch], Sums]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True)
 class State:
     """All that training changes, but the data's position."""
@@ -62,11 +62,13 @@ class Trainer:
 
     kind       type of the variables to train: nnx.Param (all weights) or k3jax.linear.LoRAParam
     objective  see Sums; a traced function of the model and a micro-batch
+    require    called before every step; raises if the weights are not to be trained any more
     balance    set the router biases by Quantile Balancing, from the objective's counts; False: they stay as they are
     """
 
     def __init__(
-        self, model: Any, kind: type, objective: Objective, config: TrainConfig, optimizer: Optimizer, *, balance: bool = False
+        self, model: Any, kind: type, objective: Objective, config: TrainConfig, optimizer: Optimizer, *, balance: bool = False,
+        require: Callable[[], None] = lambda: None,
     ):
         self.model, self._filters = model, (kind, Balance if balance else ())
         graphdef, trained, biases, self._frozen = nnx.split(model, *self._filters, ...)
@@ -82,6 +84,7 @@ class Trainer:
             jnp.zeros((), jnp.int32),
         )
         self._shown = self._trained.arrays(trained)  # what the model holds, unless others changed it
+        self.require = require
         self.max_refused, self._refused_in_a_row = config.max_refused, 0
         merge = partial(_merge, graphdef, self._trained, self._biases)
         add = partial(_add, merge, objective)
@@ -96,6 +99,7 @@ class Trainer:
 
         Raises TrainingError after `max_refused` refused steps in a row.
         """
+        self.require()
         self._take_over()
         sums = self._zeros(batch[0])
         for micro in batch:
@@ -115,10 +119,6 @@ class Trainer:
     def restore(self, state: State) -> None:
         self.state = state
         self._update_model()
-
-    @property
-    def num_trained(self) -> int:
-        return sum(math.prod(w.shape) for w in self.state.weights.values())
 
     def _zeros(self, micro: MicroBatch) -> Any:
         """Fresh running sums. Their shapes are those of a micro-batch's gradients, metrics and counts."""
@@ -174,15 +174,15 @@ def _add(
 
 
 def _apply(transform: optax.GradientTransformation, clip: float, top_k: int, state: State, total: Any) -> tuple[State, Metrics]:
-    """Divides by the count, clips, updates; where loss or gradient is not finite, everything but `step` stays as it was."""
+    """Divides by the count, clips, updates; where loss, gradient or update is not finite, all but `step` stays as it was."""
     grads, sums = total
     count = sums.metrics["pairs"] if "pairs" in sums.metrics else sums.metrics["tokens"]
     share = 1 / jnp.maximum(count, 1)
     grads = jax.tree.map(lambda g: g * share, grads)
     norm = global_norm(grads)
-    fine = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
     shrink = jnp.minimum(1, clip / jnp.maximum(norm, clip))
     updates, optimizer = transform.update(jax.tree.map(lambda g: g * shrink, grads), state.optimizer, state.weights)
+    fine = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & jnp.isfinite(global_norm(cast(Weights, updates)))
     weights: Any = optax.apply_updates(state.weights, updates)
     biases = {
         path: next_bias(sums.counts[path], bias, top_k) if path in sums.counts else bias

@@ -57,6 +57,8 @@ class LoRAConfig:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"Pattern {pattern!r} is no regular expression: {error}.") from None
+        if isinstance(self.targets, str):
+            raise ValueError(f"targets={self.targets!r} is one string: a tuple is needed, such as ({self.targets!r},).")
         if not self.targets:
             raise ValueError("targets is empty: name at least one group or module.")
 
@@ -115,7 +117,11 @@ class Adapters:
     """The adapters of a model, by name. Changes the model's LoRA variables, never its base weights."""
 
     def __init__(self, model: K3, *, columns: int, targets: tuple[str, ...] = ALL):
-        """Lays `columns` rank columns beside each projection in `targets`, all free."""
+        """Lays `columns` rank columns beside each projection in `targets`, all free.
+
+        By default beside every projection, the routed experts' and the embedding's too, which for K3 are by far the
+        most: name the groups that the adapters will use.
+        """
         if columns < 1:
             raise ValueError(f"columns must be at least 1, got {columns}.")
         if model.lora_owners is not None:

@@ -58,9 +58,10 @@ def load(adapters: Adapters, name: str, folder: str | Path) -> int:
     return adapters.install(name, config, parts)
 
 
-def save(adapters: Adapters, name: str, folder: str | Path) -> None:
+def save(adapters: Adapters, name: str, folder: str | Path, *, base: str | None = None) -> None:
     """Writes an adapter as a PEFT folder. An earlier one there stays whole until the new one is complete.
 
+    base  the checkpoint that it belongs to, which later errors name
     Raises ValueError if a weight is not finite, OSError if the disk is full. All processes must call this together.
     """
     adapter, folder = adapters[name], Path(folder)
@@ -77,7 +78,7 @@ def save(adapters: Adapters, name: str, folder: str | Path) -> None:
     if jax.process_index() == 0:
         with replacing(folder, (CONFIG,)) as staging:
             write_file(staging / WEIGHTS, [Spec(n, "F32", value.shape) for n, value in tensors.items()], tensors.values())
-            write_json(staging / CONFIG, written_config(replace(adapter.config, targets=targets)))
+            write_json(staging / CONFIG, written_config(replace(adapter.config, targets=targets), base))
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"saved {folder}")
 

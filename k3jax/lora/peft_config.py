@@ -97,10 +97,10 @@ def _selector(names: str | list[str]) -> Callable[[str], bool]:
     return lambda matrix: any(pattern.fullmatch(name) for name in (matrix, *spellings(matrix)))
 
 
-def written_config(config: LoRAConfig) -> dict[str, Any]:
+def written_config(config: LoRAConfig, base: str | None) -> dict[str, Any]:
     """The adapter_config.json of an adapter whose targets are names of modules."""
     return {
-        "peft_type": "LORA", "base_model_name_or_path": None, "task_type": "CAUSAL_LM", "inference_mode": True,
+        "peft_type": "LORA", "base_model_name_or_path": base, "task_type": "CAUSAL_LM", "inference_mode": True,
         "r": config.rank, "lora_alpha": config.alpha, "target_modules": list(config.targets), "use_rslora": config.rslora,
         "rank_pattern": dict(config.rank_pattern), "alpha_pattern": dict(config.alpha_pattern), "bias": "none",
         "lora_dropout": 0.0, "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None, "use_dora": False,

@@ -497,3 +497,8 @@ def test_pools_spread_over_devices_in_any_order_equal_one_device(make_small, mak
         assert pool.b[...].sharding.spec == PartitionSpec(None, "expert", None, "tensor")
         for path, gradient in spread.gradients(inputs.ids, inputs.segments, adapters).items():
             assert_close(gradient, want[path], 1e-5 * max(1, np.abs(want[path]).max()))
+
+
+def test_targets_in_one_string_are_refused():
+    with pytest.raises(ValueError, match=r"targets='attention' is one string: a tuple is needed, such as \('attention',\)"):
+        LoRAConfig(rank=2, alpha=2, targets="attention")  # type: ignore[arg-type]

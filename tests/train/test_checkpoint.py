@@ -140,11 +140,23 @@ def test_a_full_disk_is_said_and_leaves_the_previous_checkpoint(saved, monkeypat
         assert same(again.restore(state(0))[1], state(3))
 
 
-def test_checkpoints_after_the_restored_one_are_discarded(saved):
+def test_a_passing_error_of_the_system_costs_no_checkpoint(saved, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with Checkpoints(saved, keep=2) as checkpoints:
+        monkeypatch.setattr(checkpoints.manager, "restore", fail)
+        with pytest.raises(CheckpointError, match="step 3 .* cannot be read now"):
+            checkpoints.restore(state(0))
+    assert {"2", "3"} <= {entry.name for entry in saved.iterdir()}
+
+
+def test_damaged_checkpoints_are_set_aside_not_removed(saved):
     damage(saved / "3")
     with Checkpoints(saved, keep=2) as checkpoints:
-        checkpoints.restore(state(0))
-        checkpoints.discard_after(2)
-        checkpoints.save(3, state(30), {})
-        checkpoints.wait()
-        assert same(checkpoints.restore(state(0))[1], state(30))
+        step, _, _ = checkpoints.restore(state(0))
+        checkpoints.set_aside_after(step)
+        assert step == 2 and checkpoints.steps == [2] and (saved.parent / "damaged" / "3").is_dir()
+        checkpoints.save(3, state(9), {"next": 9})
+    with Checkpoints(saved, keep=2) as checkpoints:
+        assert checkpoints.restore(state(0))[2] == {"next": 9}

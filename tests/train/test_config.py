@@ -1,6 +1,7 @@
 """The command line of training programs: what it accepts, and what it says about what it does not."""
 
 import math
+import re
 import sys
 from dataclasses import dataclass
 
@@ -8,7 +9,11 @@ import pytest
 
 from k3jax.config import ConfigError
 from k3jax.lora import LoRAConfig
-from train.config import RunError, TrainConfig, command_line, load_config, override, usage
+from train.cli import command_line, guarded, usage
+from train.config import RunError, TrainConfig, load_config, override
+from train.rl.countdown import Countdown
+from train.rl.frozen_lake import FrozenLake
+from train.rl.loop import RLConfig
 
 BASE = {"out": "runs/x", "steps": 10, "lr": 1e-3, "rows": 2, "row_length": 8}
 
@@ -78,7 +83,7 @@ def test_a_config_file_must_return_the_right_kind(tmp_path, example):
 
 
 def test_help_shows_examples_and_every_field():
-    text = usage(Example, ("python -m train.x configs/x.py lr=1",))
+    text = usage(Example, ("python -m train.x configs/x.py lr=1",), {})
     assert "python -m train.x configs/x.py lr=1" in text and "usage: python -m train.x CONFIG" in text
     for name in ("out", "lr", "adapter.rank", "limit", "seed"):
         assert f"  {name}" in text
@@ -106,3 +111,18 @@ def test_other_errors_keep_their_traceback(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["x", str(path)])
     with pytest.raises(ZeroDivisionError):
         command_line(TrainConfig, lambda config: math.floor(1 / 0), ("python -m x configs/x.py",))
+
+
+def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert guarded(interrupted) == 130
+    assert capsys.readouterr().err == "\nInterrupted. The same command goes on from the last checkpoint.\n"
+
+
+def test_help_shows_what_a_field_means_and_the_fields_of_what_it_may_hold():
+    text = usage(RLConfig, ("python -m train.rl configs/x.py",), {"environment": (Countdown, FrozenLake)})
+    assert re.search(r"  group_size +int\n", text) and re.search(r"  kl +float = 0.0  # coefficient of the divergence", text)
+    assert "  with Countdown:\n  environment.counts" in text and re.search(r"  environment.size +int = 4  # cells per side", text)
+    assert re.search(r"  out +str  # folder for checkpoints", text) and re.search(r"  adapter.rank +int", text)

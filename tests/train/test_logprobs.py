@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.logprobs import chunked_logprobs, logprobs_by_chunk, token_logprobs
+from train.logprobs import logprobs_by_chunk, token_logprobs
 
 
 def inputs(B=2, T=11, D=8, V=37, dtype=jnp.float32):
@@ -11,6 +11,10 @@ def inputs(B=2, T=11, D=8, V=37, dtype=jnp.float32):
     hidden = jax.random.normal(keys[0], (B, T, D)).astype(dtype)
     head = jax.random.normal(keys[1], (D, V)).astype(dtype)
     return hidden, head, jax.random.randint(keys[2], (B, T), 0, V)
+
+
+def chunked_logprobs(hidden, head, targets, chunk):
+    return logprobs_by_chunk(lambda h: h @ head, hidden, targets, chunk)
 
 
 def test_logprobs_are_the_log_of_the_softmax():

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from train.checkpoint import CheckpointError, Checkpoints
-from train.config import TrainConfig
+from train.config import RunError, TrainConfig
 from train.loop import run
 from train.step import Sums, Trainer, TrainingError
 
@@ -133,3 +133,42 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(tmp_path, monkey
         train(tmp_path / "full")
     monkeypatch.undo()
     assert train(tmp_path / "full") == expected
+
+
+def test_another_run_does_not_go_on_in_the_folder_of_this_one(tmp_path):
+    train(tmp_path, steps=6)
+    with pytest.raises(CheckpointError, match=r"other settings: lr=0.1 \(was 0.05\)"):
+        train(tmp_path, steps=12, lr=0.1)
+    with pytest.raises(CheckpointError, match=r"seed=1 \(was 0\)"):
+        train(tmp_path, seed=1)
+    assert len(train(tmp_path, steps=12, save_every=4, keep=1)) == 13
+
+
+def test_a_run_that_is_done_says_so(tmp_path, caplog):
+    entries = train(tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert train(tmp_path) == entries
+    assert "All 12 steps are done" in caplog.text
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
+    class Intruder(Numbers):
+        def after(self, step, figures):
+            with pytest.raises(RunError, match="Another run writes to"):
+                train(tmp_path)
+            return {}
+
+    assert len(train(tmp_path, Intruder(), steps=2)) == 2
+
+
+def test_a_run_that_learned_nothing_ends_with_an_error_and_one_refused_step_with_a_warning(tmp_path, caplog):
+    with pytest.raises(TrainingError, match="5 of 5 steps were refused, step 1 first.*Nothing was learned"):
+        train(tmp_path / "nothing", Numbers(bad=range(1, 6)), steps=5)
+    train(tmp_path / "most", Numbers(bad=(3,)), steps=5)
+    assert "1 of 5 steps were refused, step 3 first" in caplog.text
+
+
+def test_an_update_that_is_not_finite_is_refused(tmp_path):
+    """Loss and gradient are fine; the weights would not be."""
+    with pytest.raises(TrainingError, match="Nothing was learned"):
+        train(tmp_path, steps=3, lr=1e38)

@@ -45,13 +45,16 @@ def test_progress_tells_speed_and_time_left():
 
 def test_a_table_has_a_heading_and_blanks_for_what_is_missing():
     out = io.StringIO()
-    table = Table(("reward", "heldout_reward"), out=out)
+    table = Table(("reward", "heldout_reward"), 3, out=out)
     table.show(0, {"heldout_reward": 0.25})
     table.show(1, {"reward": 0.123456})
-    heading, first, second = out.getvalue().splitlines()
-    assert heading.split() == ["step", "reward", "heldout_reward"]
-    assert first.split() == ["0", "0.25"] and first.endswith("0.25") and len(first) == len(heading)
+    time.sleep(0.01)
+    table.show(2, {"reward": 0.5, "tokens_in": 100.0})
+    heading, first, second, third = out.getvalue().splitlines()
+    assert heading.split() == ["step", "reward", "heldout_reward", "tokens/s", "left"]
+    assert first.split() == ["0", "0.25"]
     assert second.split() == ["1", "0.1235"]
+    assert third.split()[1] == "0.5" and third.endswith("0s") and len(third) == len(heading)
 
 
 def test_durations_are_short():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from train.loss import loss_named
-from train.rl.objective import gap_grows, group_advantages, mismatch, reference_kl
+from train.rl.objective import gap_grows, group_advantages, reference_kl
 
 
 def test_advantages_are_standardised_within_each_group():
@@ -80,27 +80,6 @@ def test_the_reference_kl_has_its_gradient_and_counts_weighted_tokens_only():
     np.testing.assert_allclose(kl, np.sum([1.0, 0.5] * (np.exp(d) - d - 1)), rtol=1e-6)
     np.testing.assert_allclose(gradient, [*([1.0, 0.5] * (1 - np.exp(d))), 0], rtol=1e-5)
     assert metrics["tokens"] == 2 and metrics["kl"] == kl
-
-
-def test_mismatch_by_hand_over_sampled_tokens_only():
-    trainer = np.array([[-1.0, -2.0, -3.0, np.nan]], np.float32)
-    sampler = np.array([[-1.5, -1.0, -3.0, 0.0]], np.float32)
-    result = mismatch(trainer, sampler, np.array([[True, True, True, False]]))
-    np.testing.assert_allclose(result, (0.5, 1.0, (np.exp(0.5) + np.exp(-1) + 1) / 3, 0.5 / 3, 3), rtol=1e-6)
-    assert mismatch(trainer, sampler, np.zeros((1, 4), bool)) == (0, 0, 0, 0, 0)
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
-def test_the_mean_ratio_is_1_only_if_the_sampler_reports_what_it_sampled_from(temperature):
-    rng = np.random.default_rng(0)
-    logits = rng.normal(0, 2, 16)
-    raw, tempered = (x - np.log(np.exp(x).sum()) for x in (logits, logits / temperature))
-    tokens = rng.choice(16, 200_000, p=np.exp(tempered))
-    everything = np.ones(tokens.shape, bool)
-    honest = mismatch(raw[tokens], tempered[tokens], everything)
-    before_temperature = mismatch(tempered[tokens], raw[tokens], everything)
-    assert abs(honest.ratio - 1) < 0.02
-    assert (abs(before_temperature.ratio - 1) > 0.02) == (temperature != 1)
 
 
 def test_a_growing_gap_is_noticed_and_a_flat_or_tiny_one_is_not():

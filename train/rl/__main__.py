@@ -2,7 +2,9 @@
 
 import sys
 
-from train.config import command_line
+from train.cli import command_line
+from train.rl.countdown import Countdown
+from train.rl.frozen_lake import FrozenLake
 from train.rl.loop import RLConfig, train_rl
 
 EXAMPLES = (
@@ -11,4 +13,4 @@ EXAMPLES = (
 )
 
 if __name__ == "__main__":
-    sys.exit(command_line(RLConfig, train_rl, EXAMPLES))
+    sys.exit(command_line(RLConfig, train_rl, EXAMPLES, {"environment": (Countdown, FrozenLake)}))

@@ -108,7 +108,7 @@ class RolloutFeed:
             batch = [micro | {"reference_logprobs": self.reference(graphdef, state, micro)} for micro in batch]
         figures = _summary(played) | {
             "groups_kept": float(advantages.groups_kept),
-            "tokens_in": float(sum(np.count_nonzero(micro["segments"]) for micro in batch)),
+            "tokens_in": float(sum(len(t.ids) for t in played)),
         }
         return batch, figures
 
@@ -152,8 +152,8 @@ def train_rl(config: RLConfig, subject: Subject | None = None) -> Subject:
     loss = loss_named(config.loss, config.loss_config)
     trainer = subject.trainer(lambda id: TokenObjective(loss, config.logprob_chunk, adapter=id, kl=config.kl), config)
     names = tuple(config.environment.train(config.seed, 0).metrics)
-    table = Table(("reward", *names, "heldout_reward", "groups_kept", "turns", "logprob_gap", "grad_norm", "seconds"))
-    run(trainer, RolloutFeed(subject, config), config, report=table)
+    shown = ("reward", *names, "heldout_reward", "groups_kept", "turns", "logprob_gap", "grad_norm", "seconds")
+    run(trainer, RolloutFeed(subject, config), config, report=partial(Table, shown))
     print(f"Saved {subject.save(config)}.")
     return subject
 

@@ -64,42 +64,6 @@ def reference_kl(
     return kl, {"kl": kl, "tokens": jnp.sum(active, dtype=jnp.float32)}
 
 
-class Mismatch(NamedTuple):
-    """How far the trainer's logprobs are from the sampler's, over the tokens sampled. All 0 without tokens.
-
-    gap      mean |trainer - sampler|, nats
-    gap_max  the largest
-    ratio    mean exp(trainer - sampler): 1 on average if the sampler reports the very distribution that it
-             sampled from; a temperature left out of its logprobs moves it
-    kl       mean sampler - trainer: an estimate of KL(sampler || trainer), nats
-    """
-
-    gap: float
-    gap_max: float
-    ratio: float
-    kl: float
-    tokens: int
-
-
-def mismatch(
-    trainer_logprobs: Float[np.ndarray, "*shape"],
-    sampler_logprobs: Float[np.ndarray, "*shape"],
-    sampled: Bool[np.ndarray, "*shape"],
-) -> Mismatch:
-    """Compares the two over the tokens that `sampled` marks; log it every step."""
-    difference = (
-        np.asarray(trainer_logprobs, np.float64)[sampled] - np.asarray(sampler_logprobs, np.float64)[sampled]
-    )
-    if not difference.size:
-        return Mismatch(0.0, 0.0, 0.0, 0.0, 0)
-    gap = np.abs(difference)
-    with np.errstate(over="ignore"):
-        ratio = np.exp(difference).mean()
-    return Mismatch(
-        float(gap.mean()), float(gap.max()), float(ratio), float(-difference.mean()), difference.size
-    )
-
-
 def gap_grows(gaps: Sequence[float], *, window: int = 8, factor: float = 2.0, floor: float = 1e-3) -> bool:
     """Whether the mean logprob gap per step drifts up: a sign that the sampler serves old weights or caches.
 
