@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from k3jax.cache import KDAState as KDAState
     from k3jax.cache import MLAState as MLAState
     from k3jax.chat import encode_chat as encode_chat
+    from k3jax.chat import parse_completion as parse_completion
+    from k3jax.chat import stop_token_ids as stop_token_ids
     from k3jax.config import ConfigError as ConfigError
     from k3jax.config import K3Config as K3Config
     from k3jax.config import KDAConfig as KDAConfig
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from k3jax.layer import Layer as Layer
     from k3jax.lora import Adapters as Adapters
     from k3jax.lora import LoRAConfig as LoRAConfig
+    from k3jax.lora import load_peft as load_peft
+    from k3jax.lora import save_peft as save_peft
+    from k3jax.lora.merge import merge as merge
     from k3jax.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
     from k3jax.mlp import MLP as MLP
     from k3jax.model import K3 as K3
@@ -48,12 +53,13 @@ if TYPE_CHECKING:
 _HOME = {
     "attnres": ("AttentionResidual",),
     "cache": ("Cache", "KDAState", "MLAState"),
-    "chat": ("encode_chat",),
+    "chat": ("encode_chat", "parse_completion", "stop_token_ids"),
     "config": ("ConfigError", "K3Config", "KDAConfig", "MLAConfig", "MoEConfig", "VisionConfig"),
     "images": ("ImageConfig", "expand_media_pads", "preprocess"),
     "kda": ("KimiDeltaAttention",),
     "layer": ("Layer",),
-    "lora": ("Adapters", "LoRAConfig"),
+    "lora": ("Adapters", "LoRAConfig", "load_peft", "save_peft"),
+    "lora.merge": ("merge",),
     "mla": ("MultiHeadLatentAttention",),
     "mlp": ("MLP",),
     "model": ("K3",),

@@ -8,7 +8,7 @@ from typing import Literal
 from k3jax.config import ConfigError, K3Config
 from k3jax.linear import LoRAParam
 from k3jax.lora import Adapters, LoRAConfig
-from k3jax.lora.peft import save as save_peft
+from k3jax.lora.peft import save_peft
 from k3jax.model import K3
 from k3jax.tokenizer import RANKS_FILE, Tokenizer
 from k3jax.weights import load

@@ -10,3 +10,5 @@ from k3jax.lora.adapters import Adapter as Adapter
 from k3jax.lora.adapters import Adapters as Adapters
 from k3jax.lora.adapters import LoRAConfig as LoRAConfig
 from k3jax.lora.adapters import Placed as Placed
+from k3jax.lora.peft import load_peft as load_peft
+from k3jax.lora.peft import save_peft as save_peft

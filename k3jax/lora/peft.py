@@ -30,7 +30,7 @@ WEIGHTS = "adapter_model.safetensors"
 logger = logging.getLogger(__name__)
 
 
-def load(adapters: Adapters, name: str, folder: str | Path) -> int:
+def load_peft(adapters: Adapters, name: str, folder: str | Path) -> int:
     """Adds the adapter in a PEFT folder under `name` and returns its id. An error leaves everything as it was.
 
     Every module that the config targets must have both tensors, and no other tensor may be there. Raises
@@ -58,7 +58,7 @@ def load(adapters: Adapters, name: str, folder: str | Path) -> int:
     return adapters.install(name, config, parts)
 
 
-def save(adapters: Adapters, name: str, folder: str | Path, *, base: str | None = None) -> None:
+def save_peft(adapters: Adapters, name: str, folder: str | Path, *, base: str | None = None) -> None:
     """Writes an adapter as a PEFT folder. An earlier one there stays whole until the new one is complete.
 
     base  the checkpoint that it belongs to, which later errors name

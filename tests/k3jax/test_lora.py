@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 from k3jax.linear import Embedding, Linear, LoRAOwners, LoRAParam, LoRAPool, LoRAScale
 from k3jax.lora import Adapters, LoRAConfig, Placed
-from k3jax.lora.peft import WEIGHTS, save
+from k3jax.lora.peft import WEIGHTS
+from k3jax.lora.peft import save_peft as save
 from k3jax.moe import ExpertLinear, PackedExpertLinear
 from k3jax.packing import Packing
 from k3jax.param import normal

@@ -15,7 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from k3jax.linear import LoRAParam
 from k3jax.lora import Adapters, LoRAConfig, Placed
-from k3jax.lora.peft import CONFIG, WEIGHTS, AdapterError, load, save
+from k3jax.lora.peft import CONFIG, WEIGHTS, AdapterError
+from k3jax.lora.peft import load_peft as load
+from k3jax.lora.peft import save_peft as save
 from k3jax.lora.targets import projections, shortest_targets
 
 CASE = Path(__file__).parents[1] / "golden" / "k3_text_tiny"

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from k3jax.lora import Adapters
 from k3jax.lora.merge import merge
-from k3jax.lora.peft import load as load_adapter
+from k3jax.lora.peft import load_peft as load_adapter
 from k3jax.weights import load, save
 from k3jax.weights.reader import Reader, read_folder
 
@@ -29,7 +29,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
 from flax import nnx
 from k3jax.lora import Adapters
 from k3jax.lora.merge import merge
-from k3jax.lora.peft import load as load_adapter, save as save_adapter
+from k3jax.lora.peft import load_peft as load_adapter, save_peft as save_adapter
 from k3jax.sharding import make_mesh
 from k3jax.weights import load, save
 

@@ -16,8 +16,7 @@ import pytest
 
 from k3jax.config import K3Config
 from k3jax.lora import Adapters, LoRAConfig
-from k3jax.lora.peft import AdapterError
-from k3jax.lora.peft import load as load_peft
+from k3jax.lora.peft import AdapterError, load_peft
 from k3jax.weights import load
 from k3jax.weights.__main__ import main as weights
 from train.cli import command_line

@@ -10,11 +10,13 @@ import pytest
 
 from k3jax.config import ConfigError
 from k3jax.lora import Adapters, LoRAConfig
-from k3jax.lora.peft import load as load_peft
+from k3jax.lora.peft import load_peft
 from k3jax.weights import load
 from train.adapter import load_subject
-from train.config import load_config
-from train.data import Jsonl
+from train.config import RunError, load_config
+from train.data import DataFeed, Jsonl
+from train.loss import loss_named
+from train.objective import TokenObjective
 from train.sft import SFTConfig, sft
 
 CHAT = [{"role": "user", "content": "3 7"}, {"role": "assistant", "content": "10"}]
@@ -75,3 +77,15 @@ SHIPPED = ("tiny", "sft_tiny", "dpo_tiny", "nano", "nano_solver", "nano_wide", "
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configs_load(name):
     assert load_config(f"configs/{name}.py", object).steps > 0
+
+
+def test_a_trainer_stops_when_its_adapter_is_gone(config):
+    """The columns of a removed adapter go to the next one, which the momentum of the first must not move."""
+    subject = load_subject(config)
+    trainer = subject.trainer(lambda id: TokenObjective(loss_named("cross_entropy"), 64, adapter=id), config)
+    feed = DataFeed(config.data.examples(subject.tokenizer), config, subject.model.config.vocab_size, False)
+    trainer.step(feed.next(1)[0])
+    subject.adapters.remove(subject.name)
+    subject.adapters.add(subject.name, config.adapter, seed=1)
+    with pytest.raises(RunError, match="'adapter' was removed or replaced while it was trained"):
+        trainer.step(feed.next(2)[0])

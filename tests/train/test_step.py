@@ -11,7 +11,8 @@ from flax import nnx
 
 from k3jax.linear import LoRAParam
 from k3jax.lora import Adapters, LoRAConfig
-from k3jax.lora.peft import load, save
+from k3jax.lora.peft import load_peft as load
+from k3jax.lora.peft import save_peft as save
 from train.adapter import Subject
 from train.config import TrainConfig
 from train.loss import loss_named
