@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-slow check bench clean
+.PHONY: demo test test-slow test-optimized check bench clean
 
 demo: $(VENV)/.base  ## learn Countdown and Frozen Lake with LoRA on this machine's CPU
 	$(BIN)/python -m train.demo
@@ -12,15 +12,18 @@ demo: $(VENV)/.base  ## learn Countdown and Frozen Lake with LoRA on this machin
 test: check  ## static checks, then the suite without slow tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-test-slow: $(VENV)/.test  ## the tests that take minutes
+test-slow: $(VENV)/.test  ## the tests that take long
 	$(BIN)/python -m pytest -m slow
+
+test-optimized: $(VENV)/.test  ## laws and official outputs, slow ones too, compiled as users compile them
+	XLA_FLAGS=--xla_backend_optimization_level=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/laws tests/k3jax tests/pallas_kernels
 
 check: $(VENV)/.test  ## ruff, pyright, import directions
 	$(BIN)/ruff check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.base  ## the figures in the README's table
+bench: $(VENV)/.base  ## ops against their references; the README's table is the first
 	$(BIN)/python -m pallas_kernels.kda.bench
 	$(BIN)/python -m pallas_kernels.grouped_matmul.bench
 

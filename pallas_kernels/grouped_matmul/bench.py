@@ -23,14 +23,13 @@ from pallas_kernels.mxfp4 import quantize
 
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--only", default="", help="sizes whose name contains this")
-    parser.add_argument("--repeat", type=int, default=5, help="calls of which the fastest counts")
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.grouped_matmul.bench", description=__doc__, formatter_class=raw)
+    parser.add_argument("--shape", choices=SIZES, nargs="+", default=list(SIZES), help="sizes from shapes.py")
+    parser.add_argument("--repeats", type=int, default=5, help="calls of which the fastest counts")
     args = parser.parse_args()
     print(f"{jax.default_backend()}, fp32\n{'':44}{'xla':>18}{'ragged_dot':>18}")
-    for name, size in SIZES.items():
-        if args.only in name:
-            table(f"{name} {tuple(size)}", size, args.repeat)
+    for name in args.shape:
+        table(f"{name} {tuple(SIZES[name])}", SIZES[name], args.repeats)
 
 
 def table(name: str, size: Size, repeat: int) -> None:
