@@ -23,7 +23,8 @@ from pallas_kernels.mxfp4 import quantize
 
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.grouped_matmul.bench", description=__doc__, formatter_class=raw)
+    program = "python -m pallas_kernels.grouped_matmul.bench"
+    parser = argparse.ArgumentParser(prog=program, description=__doc__, formatter_class=raw)
     parser.add_argument("--shape", choices=SIZES, nargs="+", default=list(SIZES), help="sizes from shapes.py")
     parser.add_argument("--repeats", type=int, default=5, help="calls of which the fastest counts")
     args = parser.parse_args()

@@ -46,7 +46,8 @@ def measure(f: Callable, inputs: tuple[jax.Array, ...], repeats: int) -> tuple[f
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.kda.bench", description="Times each implementation of Kimi Delta Attention. `reference` is the scan over tokens."
+        prog="python -m pallas_kernels.kda.bench",
+        description="Times each implementation of Kimi Delta Attention; `reference` is the scan over tokens.",
     )
     parser.add_argument("--shape", choices=SHAPES, default="k3_tp12", help="sizes from shapes.py")
     parser.add_argument(
