@@ -182,7 +182,7 @@ def test_sizes_that_do_not_fit_are_refused():
 
 
 def test_the_bench_prints_a_line_per_size_and_kind(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench", "--only", "few rows", "--repeat", "1"])
+    monkeypatch.setattr("sys.argv", ["bench", "--shape", "nano few rows", "--repeats", "1"])
     bench()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(")")[1].split()[0] for line in lines[2:]] == ["fwd", "bwd", "mxfp4"]
