@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 INFINITY_BITS = 0x7F800000
+SMALLEST = 1e-30  # share of the mass that top_p asks for at least: less than that may be flushed to 0, and then nothing stays
 
 
 class Shape(NamedTuple):
@@ -52,7 +53,7 @@ def reshape(logits: Float32[Array, "B V"], shape: Shape) -> Float32[Array, "B V"
     top_k, top_p, min_p = shape.top_k > 0, shape.top_p < 1, shape.min_p > 0
     kept = _where_on(top_k, logprobs, lambda: _first(logprobs, jnp.ones_like(logprobs), shape.top_k.astype(jnp.float32)))
     p = jnp.where(kept, jnp.exp(logprobs), 0)
-    kept &= _where_on(top_p, logprobs, lambda: _first(logprobs, p, shape.top_p * p.sum(-1)))
+    kept &= _where_on(top_p, logprobs, lambda: _first(logprobs, p, jnp.maximum(shape.top_p * p.sum(-1), SMALLEST)))
     kept &= logprobs >= jnp.max(logprobs, -1, keepdims=True) + jnp.log(shape.min_p)[:, None]
     cut = jax.nn.log_softmax(jnp.where(kept, logprobs, -jnp.inf))
     return jnp.where((top_k | top_p | min_p)[:, None], cut, logprobs)

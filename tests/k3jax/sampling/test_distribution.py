@@ -78,3 +78,11 @@ def test_draws_follow_the_distribution_and_depend_on_key_and_position_only():
     again = drawn_by(np.tile(logits, (n, 1)), shape, keys[::-1], positions[::-1])
     np.testing.assert_array_equal(again.token[::-1], drawn.token)
     assert abs(np.corrcoef(drawn.token[::2], drawn.token[1::2])[0, 1]) < 5 / (n / 2) ** 0.5
+
+
+@pytest.mark.parametrize("top_p", [1e-20, 1e-40, 1e-46])
+def test_however_small_top_p_is_the_most_likely_token_stays(top_p):
+    logits = np.random.default_rng(0).normal(0, 3, (1, 64)).astype(np.float32)
+    shape = Shape(np.float32([1]), np.int32([0]), np.float32([top_p]), np.float32([0]))
+    logprobs = np.asarray(reshape(logits, shape))[0]
+    assert logprobs[logits[0].argmax()] == 0 and np.isneginf(np.delete(logprobs, logits[0].argmax())).all()
