@@ -33,6 +33,18 @@ jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+MAPS = Path("/proc/self/maps")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps():
+    """Every compiled program holds memory maps, of which Linux gives a process 65 530; beyond them XLA crashes. Programs that
+    are still needed come back from the cache on disk."""
+    yield
+    if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > 40_000:
+        jax.clear_caches()
+
+
 class Programs:
     """A model split into structure and weights, with the programs that tests run on it. Each compiles once per shape."""
 

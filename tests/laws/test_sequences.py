@@ -9,7 +9,7 @@ from flax import nnx
 B, T = 8, 257
 CUTS = (1, 2, 3, 63, 64, 65, 200)
 PIECES = (1, 130, 1, 64, 1)  # sequences of one packed row
-CLOSE = {"rtol": 0, "atol": 3e-5}
+CLOSE = {"rtol": 0, "atol": 1e-4}  # one program compiled by two versions of jax differs by up to 9.5e-5, logits up to 3.7
 
 
 @pytest.fixture(scope="module")
