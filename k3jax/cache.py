@@ -9,16 +9,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from k3jax.checks import is_concrete
 from k3jax.config import K3Config
 from k3jax.packing import Packing
 from k3jax.plan import Segment
-from k3jax.pytree import pytree
 
 
-@pytree
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KDAState:
     """State after the last token and the inputs that the short convolutions of q, k, v still need, oldest first."""
@@ -44,7 +44,7 @@ class KDAState:
         return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b.astype(a.dtype), layer, 0), self, new)
 
 
-@pytree
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MLAState:
     """Normalised latent and shared key part of each token, at index = its position; S = capacity in tokens.
@@ -90,7 +90,7 @@ class MLAState:
         return replace(self, latent=at.set(new.astype(self.latent.dtype), mode="drop", unique_indices=True))
 
 
-@pytree
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
     """State of a batch of sequences after `length` tokens each. One entry of `layers` per stack of layers."""
@@ -127,7 +127,7 @@ def require_room(packing: Packing, capacity: int) -> None:
     if T > capacity:
         raise ValueError(f"{T} tokens per row do not fit a cache of {capacity}. Make one with more capacity.")
     if is_concrete(packing.segments, packing.positions):
-        last = int(jnp.max(jnp.where(packing.valid, packing.positions, -1)))
+        last = int(np.max(np.where(np.asarray(packing.segments) > 0, np.asarray(packing.positions), -1)))
         if last >= capacity:
             raise ValueError(f"A row goes on to {last + 1} tokens, but its cache holds {capacity}. Make one with more capacity; "
                              "the state of a call without a cache has room for no further token.")
