@@ -116,5 +116,4 @@ class MTPLayer(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int) -> MLAState:
         """For `batch` sequences of at most `capacity` tokens each."""
-        size = self.config.mla.kv_lora_rank + self.config.mla.rope_dim
-        return MLAState(jnp.zeros((batch, capacity, size), self.config.dtype))
+        return MLAState.empty(self.config, batch, capacity)

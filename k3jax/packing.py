@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from k3jax.pytree import pytree
 
-
-@pytree
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packing:
     """Segment 0 is padding; 1, 2, … are sequences, each contiguous in its row. Positions count from each sequence's start."""

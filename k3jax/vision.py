@@ -304,7 +304,6 @@ class MoonViT(nnx.Module):
         self._check(patches)
         return gather_tokens(self.encoder(self.patch_embed(patches), patches), patches)
 
-
     def _check(self, patches: Any) -> None:
         size = self.patch_embed.proj.kernel.shape[0]
         if not isinstance(patches, Patches):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import Array, UInt32
 
-from k3jax.weights.writer import disk_full
+from k3jax.weights.writer import causes, disk_full
 from train.config import RunError
 from train.settings import differences
 from train.step import State
@@ -212,14 +212,10 @@ def _checksum(x: Array) -> UInt32[Array, ""]:
     return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
 
 
-def _passing(error: BaseException | None) -> OSError | None:
+def _passing(error: BaseException) -> OSError | None:
     """The error of the system behind `error`, if it says nothing about the files themselves: no permission, too many open."""
     kinds = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT)
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in kinds:
-            return error
-        error = error.__cause__ or error.__context__
-    return None
+    return next((e for e in causes(error) if isinstance(e, OSError) and e.errno in kinds), None)
 
 
 def _first_line(error: BaseException) -> str:

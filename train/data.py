@@ -26,7 +26,7 @@ from train.config import RunError, TrainConfig, require_whole
 
 Example = dict[str, np.ndarray]  # ids, targets int32 [n] and weights fp32 [n]; a pair also `part` int32 [n]
 MAX_SEGMENTS = 1024  # sequences in a row
-FP32_MAX = 3.4e38
+FP32_MAX = float(np.finfo(np.float32).max)
 
 
 class DataError(RunError):
@@ -197,7 +197,7 @@ def _encode(config: Jsonl, tokenizer: Tokenizer | None, entry: dict[str, Any]) -
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
             raise ValueError("ids must be a list of whole numbers from 0 to 2**31 - 1.")
         weights = [1.0] * len(ids) if weights is None else weights
-        if not isinstance(weights, list) or not all(type(w) in (int, float) and abs(w) < FP32_MAX for w in weights):
+        if not isinstance(weights, list) or not all(type(w) in (int, float) and abs(w) <= FP32_MAX for w in weights):
             raise ValueError("weights must be a list of numbers that are finite in float32.")
         if len(weights) != len(ids):
             raise ValueError(f"there are {len(ids)} ids but {len(weights)} weights: one per id is needed.")

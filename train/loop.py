@@ -2,13 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+
+from k3jax.weights.writer import locked
 from train.checkpoint import Checkpoints
 from train.config import RunError, TrainConfig
-from train.lock import only_run_in
 from train.metrics import Figures, MetricsFile, ProgressLine, plot
 from train.settings import settings
 from train.step import MicroBatch, Trainer, TrainingError
@@ -55,7 +58,7 @@ def run(
     nothing because every step was refused.
     """
     folder = Path(config.out)
-    with only_run_in(folder), Checkpoints(folder / "checkpoints", keep=config.keep, settings=settings(config)) as checkpoints:
+    with _only_run_in(folder), Checkpoints(folder / "checkpoints", keep=config.keep, settings=settings(config)) as checkpoints:
         metrics = MetricsFile(folder)
         start = _resume(trainer, feed, checkpoints)
         if start == 0:
@@ -83,6 +86,20 @@ def run(
     plot(entries, folder / "metrics.png")
     _require_learned(entries)
     return entries
+
+
+@contextmanager
+def _only_run_in(folder: Path) -> Iterator[None]:
+    """Holds `folder` against other runs, whose checkpoints and metrics would mix with this one's; the processes of one run
+    share it. Raises RunError if another has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() > 0:
+        yield
+        return
+    with locked(folder, wait=False) as held:
+        if held is False:
+            raise RunError(f"Another run writes to {folder}: wait for its end, or name another folder (out=…).")
+        yield
 
 
 def _require_new(metrics: MetricsFile, config: TrainConfig) -> None:

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# What may change while a run is interrupted: where it writes, what it watches, what it trades between time and memory.
+# What may change while a run is interrupted: where it writes, how far it goes (lr then follows the longer schedule), what it
+# watches, what it trades between time and memory.
 FREE = frozenset("out steps save_every keep max_refused logprob_chunk remat heldout heldout_every".split())
 
 

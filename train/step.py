@@ -20,7 +20,6 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 from k3jax.param import Balance
-from k3jax.pytree import pytree
 from train.balance import next_bias
 from train.config import RunError, TrainConfig
 from train.loss import Metrics
@@ -45,7 +44,7 @@ class Sums(NamedTuple):
 Objective = Callable[[nnx.Module, MicroBatch], Sums]
 
 
-@pytree
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
     """All that training changes, but the data's position."""
@@ -62,8 +61,8 @@ class Trainer:
 
     kind       type of the variables to train: nnx.Param (all weights) or k3jax.linear.LoRAParam
     objective  see Sums; a traced function of the model and a micro-batch
-    require    called before every step; raises if the weights are not to be trained any more
     balance    set the router biases by Quantile Balancing, from the objective's counts; False: they stay as they are
+    require    called before every step; raises if the weights are not to be trained any more
     """
 
     def __init__(

@@ -123,11 +123,16 @@ def _write(fd: int, data: memoryview) -> None:
 
 def disk_full(error: BaseException | None) -> bool:
     """Whether a full disk, a quota or a limit on the size of files is behind an error."""
+    return any(
+        getattr(e, "errno", None) in _FULL or any(os.strerror(number) in str(e) for number in _FULL) for e in causes(error)
+    )
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what is behind it, the latest first."""
     while error is not None:
-        if getattr(error, "errno", None) in _FULL or any(os.strerror(number) in str(error) for number in _FULL):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
 @contextmanager
@@ -142,16 +147,16 @@ def replacing(folder: str | Path, last: Sequence[str]) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            with _locked(folder):
+            with locked(folder):
                 for old in folder.glob(STAGING + "*"):
-                    with _locked(old, wait=False) as free:
+                    with locked(old, wait=False) as free:
                         if free:
                             shutil.rmtree(old, ignore_errors=True)
                 staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
                 stack.callback(shutil.rmtree, staging, ignore_errors=True)
-                stack.enter_context(_locked(staging))
+                stack.enter_context(locked(staging))
             yield staging
-            with _locked(folder):
+            with locked(folder):
                 _replace(folder, staging, last)
     except OSError as error:
         if error.errno not in _FULL:
@@ -177,8 +182,9 @@ def _replace(folder: Path, staging: Path, last: Sequence[str]) -> None:
 
 
 @contextmanager
-def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds an flock on a folder where there are such; yields False if another has it and `wait` is false."""
+def locked(folder: Path, wait: bool = True) -> Iterator[bool | None]:
+    """Holds an flock on a folder, which the system drops when the process dies. Yields True if it is held, False if another
+    has it (and `wait` is false) or there is no such folder, None if the file system has no locks."""
     try:
         fd = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
@@ -191,7 +197,7 @@ def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
         except BlockingIOError:
             held = False
         except OSError:
-            held = wait
+            held = None
         yield held
     finally:
         os.close(fd)
