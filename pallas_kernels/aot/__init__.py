@@ -1,0 +1,1 @@
+"""Kernels compiled for chips that are not here, and what the compilers say about them."""

@@ -1,0 +1,60 @@
+"""Cycles that the TPU compiler estimates for a compiled program, loops counted by their trips."""
+
+import re
+from collections.abc import Mapping
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-<>]+) \(.*\{$")
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|true_computation=%?([\w.\-]+), false_computation=%?([\w.\-]+)")
+UNKNOWN = 2**62  # the compiler's mark for operations that it cannot estimate
+
+
+def cycles_by_operation(text: str, kernels: Mapping[str, int] | None = None, without: str = "operands") -> dict[str, int]:
+    """name of an operation -> cycles of all its executions, from the text of a compiled program.
+
+    kernels  cycles of custom calls that the text lacks, by name
+    without  operations under this jax.named_scope are left out
+    A loop of unknown trip count is counted once; of the branches of a conditional, the most expensive one.
+    """
+    computations, entry, body = {}, "", None
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            body = computations.setdefault(found[1], [])
+            if line.startswith("ENTRY"):
+                entry = found[1]
+        elif line.startswith("}"):
+            body = None
+        elif body is not None and (found := _OPERATION.match(line)):
+            body.append((found[1], line))
+
+    def total(name: str, times: int) -> dict[str, int]:
+        cycles: dict[str, int] = {}
+        for operation, line in computations.get(name, []):
+            if f"/{without}/" in line:
+                continue
+            inner: dict[str, int] = {}
+            if " while(" in line:
+                trips = _TRIPS.search(line)
+                inner = total(_callee(line, "body"), int(trips[1]) if trips else 1)
+            elif " conditional(" in line and (found := _BRANCHES.search(line)):
+                names = found[1].replace("%", "").split(", ") if found[1] else [found[2], found[3]]
+                inner = max((total(branch, 1) for branch in names), key=lambda c: sum(c.values()))
+            elif " call(" in line:
+                inner = total(_callee(line, "to_apply"), 1)
+            elif found := _CYCLES.search(line):
+                inner = {operation: int(found[1])}
+            elif kernels and operation in kernels:
+                inner = {operation: kernels[operation]}
+            for key, value in inner.items():
+                if value < UNKNOWN:
+                    cycles[key] = cycles.get(key, 0) + value * times
+        return cycles
+
+    return total(entry, 1)
+
+
+def _callee(line: str, key: str) -> str:
+    found = re.search(rf"{key}=%?([\w.\-]+)", line)
+    return found[1] if found else ""

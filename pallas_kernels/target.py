@@ -1,0 +1,55 @@
+"""For which platform ops are compiled: that of the default device, or one that is named.
+
+    with target("tpu", interpret=True):      # TPU kernels, run by Pallas's interpreter on a machine without one
+        o, state = kda(...)
+    with jax.default_device(topology.devices[0]):        # compile for a device that is not here
+        jax.jit(step).lower(...).compile()
+
+Both are part of the key under which jax keeps traced programs: a program traced for one target is never taken for another.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Target(NamedTuple):
+    platform: str  # "cpu", "gpu" or "tpu"
+    interpret: bool
+
+
+_named: Any = jax.make_user_context(None)
+
+
+def target(platform: str, *, interpret: bool = False) -> AbstractContextManager[None]:
+    """Within it, ops are compiled for `platform`, or with `interpret` its kernels run in Pallas's interpreter.
+
+    Raises ValueError for another platform than "cpu", "gpu" and "tpu".
+    """
+    if platform not in ("cpu", "gpu", "tpu"):
+        raise ValueError(f"target: unknown platform {platform!r}. Choose one of cpu, gpu, tpu.")
+    return _named(Target(platform, interpret))
+
+
+def current() -> Target:
+    """The target of ops that are traced now."""
+    if _named.value is not None:
+        return _named.value
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
+    return Target({"cuda": "gpu", "rocm": "gpu"}.get(platform, platform), interpret=False)
+
+
+def why_not_on(platform: str) -> str | None:
+    """Why a kernel of `platform` cannot run on the current target; None if it can."""
+    here = current().platform
+    return None if here == platform else f"it is a kernel for {platform}, and programs are compiled for {here} here"
+
+
+def device_kind() -> str | None:
+    """Kind of the device that programs are compiled for, such as "TPU v5"; None if only a platform was named."""
+    if _named.value is not None:
+        return None
+    device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return getattr(jax.devices()[0] if device is None else device, "device_kind", None)
