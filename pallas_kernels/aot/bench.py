@@ -59,8 +59,8 @@ def report(module: str, chip: str, cases: Mapping[str, Case], jobs: Sequence[est
     facts = TPUS[chip]
     found = estimate.versions()
     print(f"\n{chip}: compiler estimates (jax {found['jax']}, libtpu {found['libtpu']}); never timed on hardware")
-    print(f"{'case':26} {'impl':10} {'cycles':>10} {'ms':>8} {'roofline':>8} {'ratio':>6} {'limit':>5} {'HBM MB':>8} {'temp MB':>8} "
-          f"{'VMEM MB':>7} {'spills':>6}  busiest kernel: bundles, units")
+    print(f"{'case':26} {'impl':10} {'cycles':>10} {'ms':>8} {'roofline':>8} {'ratio':>6} {'limit':>5} {'HBM MB':>8} "
+          f"{'temp MB':>8} {'VMEM MB':>7} {'spills':>6}  busiest kernel: bundles, units")
     results = []
     for result in estimate.estimates(module, chip, jobs):
         results.append(result)
@@ -98,8 +98,8 @@ def times(cases: Mapping[str, Case], impls: Sequence[str] | None, vs: Sequence[s
                 continue
             function, arguments = case.build(impl)
             seconds, temp = measure(function, jax.tree.map(draw, arguments), repeats)
-            print(f"{name:26} {impl:10} {1e3 * seconds:10.3f} {case.flops / seconds / 1e9:9.1f} {case.bytes / seconds / 1e9:8.1f} "
-                  f"{temp:9.1f}", flush=True)
+            rates = f"{case.flops / seconds / 1e9:9.1f} {case.bytes / seconds / 1e9:8.1f}"
+            print(f"{name:26} {impl:10} {1e3 * seconds:10.3f} {rates} {temp:9.1f}", flush=True)
 
 
 def draw(like: jax.ShapeDtypeStruct) -> jax.Array:

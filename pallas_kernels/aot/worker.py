@@ -74,7 +74,7 @@ def estimate(chip: str, folder: Path | None, function: Any, arguments: tuple[Any
     result: dict[str, Any] = {"temp_bytes": memory.temp_size_in_bytes, "compile_s": round(seconds, 2)}
     if folder is None:
         return result
-    cycles = hlo.cycles_by_operation(compiled.as_text())
+    cycles = hlo.cycles_by_operation(compiled.as_text() or "")
     kernels = {}
     for name in cycles:
         if found := schedule.read(folder, name):
