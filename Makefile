@@ -1,10 +1,11 @@
 # Every target sets up what it needs. PYTHON picks the interpreter of a new environment.
 PYTHON ?= python3
 VENV ?= .venv
+CUDA_VENV ?= .venv-cuda
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-slow test-optimized check bench clean
+.PHONY: demo test test-slow test-optimized check bench tpu-aot gpu-aot gpu-check clean
 
 demo: $(VENV)/.base  ## learn Countdown and Frozen Lake with LoRA on this machine's CPU
 	$(BIN)/python -m train.demo
@@ -27,8 +28,17 @@ bench: $(VENV)/.base  ## ops against their references; the README's table is the
 	$(BIN)/python -m pallas_kernels.kda.bench
 	$(BIN)/python -m pallas_kernels.grouped_matmul.bench
 
+tpu-aot: $(VENV)/.tpu  ## every kernel compiled for TPUs that are not here; fails where a figure is over 10 % worse than on record
+	$(BIN)/python -m pallas_kernels.aot --chip v5p v6e tpu7x
+
+gpu-aot: $(CUDA_VENV)/.cuda  ## the same for an NVIDIA H200 (sm_90a): registers, shared memory, spills; needs ptxas
+	$(CUDA_VENV)/bin/python -m pallas_kernels.aot --chip h200
+
+gpu-check:  ## on a machine with an NVIDIA GPU and jax for it: parity, then times
+	JAX_PLATFORMS= $(PYTHON) -m pallas_kernels.gpu_check
+
 clean:
-	rm -rf $(VENV) .jax_cache runs
+	rm -rf $(VENV) $(CUDA_VENV) .jax_cache runs
 
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,4 +48,17 @@ $(VENV)/.base: pyproject.toml
 
 $(VENV)/.test: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet -e ".[test]"
+	touch $@
+
+$(VENV)/.tpu: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet -e ".[tpu]"
+	touch $@
+
+# Only the compiler: the plugin without the libraries of CUDA, which nothing runs here.
+$(CUDA_VENV)/.cuda: pyproject.toml
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(CUDA_VENV)/bin/python -m pip install --quiet -e . absl-py
+	version=$$($(CUDA_VENV)/bin/python -c "import jax; print(jax.__version__)") && \
+		$(CUDA_VENV)/bin/python -m pip install --quiet --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
 	touch $@

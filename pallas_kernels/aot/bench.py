@@ -38,19 +38,32 @@ def main(module: str, cases: Mapping[str, Case], description: str, argv: Sequenc
     chosen = {name: cases[name] for name in args.case}
     if not args.chip:
         return times(chosen, args.impl, args.vs, args.repeats)
-    worse = []
-    for chip in args.chip:
-        if reason := estimate.why_not(chip):
-            sys.exit(f"{module}: cannot compile for {chip}: {reason}.")
-        own = args.impl or ["tpu" if chip in TPUS else "gpu"]
-        jobs = [(name, impl) for name, case in chosen.items()
-                for impl in dict.fromkeys([*own, *args.vs]) if impl in case.impls]
-        results = (report if chip in TPUS else report_gpu)(module, chip, chosen, jobs)
-        worse += [f"{chip}: {line}" for line in estimate.regressions(estimate.read_record(module, chip), results)]
-        if args.record:
-            estimate.write_record(module, chip, [r for r in results if "kernels" in r])
+    worse = compile_for(args.chip, module, chosen, args.impl, args.vs, record=args.record)
     if args.check and worse:
         sys.exit(f"{module}: worse than the record:\n  " + "\n  ".join(worse))
+
+
+def compile_for(
+    chips: Sequence[str], module: str, cases: Mapping[str, Case], impls: Sequence[str] | None = None,
+    vs: Sequence[str] = (), *, record: bool = False,
+) -> list[str]:
+    """Compiles the cases and prints a table per chip. Returns a line for each figure that is worse than the record.
+
+    impls  None: the kernel that fits the chip. vs: others to put beside them. record: keep the figures.
+    Exits with the reason if this environment cannot compile for one of the chips.
+    """
+    worse = []
+    for chip in chips:
+        if reason := estimate.why_not(chip):
+            sys.exit(f"{module}: cannot compile for {chip}: {reason}.")
+        own = impls or ["tpu" if chip in TPUS else "gpu"]
+        jobs = [(name, impl) for name, case in cases.items()
+                for impl in dict.fromkeys([*own, *vs]) if impl in case.impls]
+        results = (report if chip in TPUS else report_gpu)(module, chip, cases, jobs)
+        worse += [f"{chip}: {line}" for line in estimate.regressions(estimate.read_record(module, chip), results)]
+        if record:
+            estimate.write_record(module, chip, [r for r in results if "kernels" in r])
+    return worse
 
 
 def report(module: str, chip: str, cases: Mapping[str, Case], jobs: Sequence[estimate.Job]) -> list[dict[str, Any]]:
