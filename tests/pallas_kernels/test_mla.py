@@ -1,5 +1,6 @@
 """Laws of MLA attention, expanded and absorbed."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla import IMPLS, attention, latent_attention, xla
+from pallas_kernels.mla import IMPLS, LATENT_IMPLS, attention, latent_attention, tpu, xla
+from pallas_kernels.target import target
 
-B, T, H, K, V = 2, 45, 3, 24, 16
+B, T, H, K, V = 2, 45, 2, 64, 128
 SCALE = K**-0.5
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 attend = jax.jit(partial(attention, scale=SCALE), static_argnames="impl")
@@ -18,8 +20,18 @@ attend = jax.jit(partial(attention, scale=SCALE), static_argnames="impl")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """45 tokens are three blocks of 16, the last one partly filled."""
-    monkeypatch.setattr(xla, "Q_BLOCK", 16)
-    monkeypatch.setattr(xla, "KV_BLOCK", 16)
+    for impl in (xla, tpu):
+        monkeypatch.setattr(impl, "Q_BLOCK", 16)
+        monkeypatch.setattr(impl, "KV_BLOCK", 16)
+    monkeypatch.setattr(tpu, "STRIP", 32)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(request):
+    """Kernels for TPUs run in Pallas's interpreter."""
+    impl = request.node.callspec.params.get("impl") if hasattr(request.node, "callspec") else None
+    with target("tpu", interpret=True) if impl == "tpu" else nullcontext():
+        yield
 
 
 @partial(jax.jit, static_argnames="impl")
@@ -161,7 +173,7 @@ L, R = 10, 4
 attend_latent = jax.jit(partial(latent_attention, value_dim=L, scale=SCALE), static_argnames="impl")
 
 
-@every_impl
+@pytest.mark.parametrize("impl", LATENT_IMPLS)
 @pytest.mark.parametrize("window", [1, 7])
 def test_absorbed_attention_equals_expanded_attention(window, impl):
     rng = np.random.default_rng(3)
@@ -183,7 +195,6 @@ def test_gradients_of_absorbed_attention_equal_the_reference():
     rng = np.random.default_rng(4)
     q, latent = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((B, T, H, L + R), (B, T, L + R)))
     g = jnp.asarray(rng.normal(size=(B, T, H, L)), jnp.float32)
-
 
     @partial(jax.jit, static_argnames="impl")
     def pulled_back(q, latent, g, places, *, impl):
