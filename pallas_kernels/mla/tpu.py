@@ -2,16 +2,15 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.mla.blocks import steps, visible
+from pallas_kernels.mla.blocks import module, steps, visible
 from pallas_kernels.mla.flash import Form, Plan, flash
 from pallas_kernels.target import why_not_on
 
-Q_BLOCK = 1024  # queries
-KV_BLOCK = 1024  # keys
+Q_BLOCK = 512  # queries
+KV_BLOCK = 512  # keys
 STRIP = 16384  # queries whose dq stays in VMEM during the backward: 12 MB in fp32
 LANES = 128
 SMEM_STEPS = 40_000  # pairs of blocks, of three int32 each
@@ -42,12 +41,11 @@ def attention(
 ) -> Float[Array, "B T H V"]:
     T, dtype = q.shape[1], v.dtype
     q_size, k_size = _size(T, Q_BLOCK), _size(k.shape[1], KV_BLOCK)
-    with jax.ensure_compile_time_eval():
-        queries, keys = _places(q_segments, q_positions, q_size), _places(kv_segments, kv_positions, k_size)
-        some, every = visible(queries, keys, q_size, k_size)
-        strips = [slice(i, i + STRIP // q_size) for i in range(0, some.shape[1], STRIP // q_size)]
-        backward = tuple(steps(some[:, strip].swapaxes(1, 2), every[:, strip].swapaxes(1, 2)) for strip in strips)
-        plan = Plan(queries, keys, steps(some, every), backward)
+    queries, keys = _places(q_segments, q_positions, q_size), _places(kv_segments, kv_positions, k_size)
+    some, every = visible(queries, keys, q_size, k_size)
+    strips = [slice(i, i + STRIP // q_size) for i in range(0, some.shape[1], STRIP // q_size)]
+    backward = tuple(steps(some[:, strip].swapaxes(1, 2), every[:, strip].swapaxes(1, 2)) for strip in strips)
+    plan = Plan(queries, keys, steps(some, every), backward)
     counts = tuple(x.count if isinstance(x.count, int) else None for x in (plan.forward, *backward))
     common = jnp.result_type(q, k, v)
     by_head = (_pad(x.astype(common).swapaxes(1, 2), size) for x, size in ((q, q_size), (k, k_size), (v, k_size)))
@@ -61,11 +59,11 @@ def _size(n: int, block: int) -> int:
 
 def _places(segments: Array | None, positions: Array, size: int) -> Int32[Array, "B 2 N"]:
     """Segments and positions, filled up to a multiple of size with padding."""
-    segments = jnp.ones_like(positions) if segments is None else segments
-    return _pad(jnp.stack([segments, positions], 1).astype(jnp.int32), size)
+    xp = module(positions) if segments is None else module(positions, segments)
+    segments = xp.ones_like(positions) if segments is None else segments
+    return _pad(xp.stack([segments, positions], 1).astype(xp.int32), size)
 
 
 def _pad(x: Array, size: int) -> Array:
-    """Zeros behind the axis of tokens (the last but one; of places the last), up to a multiple of size."""
-    axis = 2
-    return jnp.pad(x, [(0, -x.shape[i] % size if i == axis else 0) for i in range(x.ndim)])
+    """Zeros behind axis 2, that of tokens, up to a multiple of size."""
+    return module(x).pad(x, [(0, -x.shape[i] % size if i == 2 else 0) for i in range(x.ndim)])
