@@ -3,9 +3,9 @@
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul import reference, tpu, xla
 
-IMPLS = {"xla": xla, "reference": reference}
+IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
 
 
 def grouped_matmul(
