@@ -4,6 +4,7 @@ All of the inner dimension is in VMEM at once: no partial sum is written. Slices
 grid, so a slice is fetched once for all rows of its group, and matrices of groups without rows are not fetched.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.grouped_matmul import visits
+from pallas_kernels.grouped_matmul.visits import Visits
 from pallas_kernels.target import current, why_not_on
 
-VMEM = 40 * 2**20  # bytes that blocks may take, of 64 MiB on v5p and tpu7x
+VMEM = 26 * 2**20  # bytes that blocks may take
+LIMIT = 32 * 2**20  # bytes that the compiler may give a kernel, of 64 MiB on v5p and tpu7x
 MAX_ROWS = 256  # of a tile
 
 
@@ -84,55 +86,49 @@ def _product(x: Array, w: Array, group_sizes: Array, *, transposed: bool) -> Arr
     """x w of each group, or x w'."""
     N, inner = x.shape
     outer = w.shape[1 if transposed else 2]
-    rows = tile_rows(N, x.dtype)
+    visits = Visits(N, w.shape[0], tile_rows(N, x.dtype))
     block = slice_size(outer, lambda n: _bytes(inner, n, x.dtype) <= VMEM)
-    visit = visits.of_tiles(group_sizes, N, rows)
     if transposed:
-        w_block = pl.BlockSpec((1, block, inner), lambda j, i, tile, group, begin, end: (group[i], j, 0))
+        w_block = pl.BlockSpec((1, block, inner), lambda j, i, d: (visits.group(i, d), j, 0))
     else:
-        w_block = pl.BlockSpec((1, inner, block), lambda j, i, tile, group, begin, end: (group[i], 0, j))
+        w_block = pl.BlockSpec((1, inner, block), lambda j, i, d: (visits.group(i, d), 0, j))
     return pl.pallas_call(
-        partial(_product_kernel, contract=1 if transposed else 0),
+        partial(_product_kernel, visits=visits, contract=1 if transposed else 0),
         out_shape=jax.ShapeDtypeStruct((N, outer), x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(outer // block, visit.tile.size),
-            in_specs=[pl.BlockSpec((rows, inner), lambda j, i, tile, group, begin, end: (tile[i], 0)), w_block],
-            out_specs=pl.BlockSpec((rows, block), lambda j, i, tile, group, begin, end: (tile[i], j)),
+            num_scalar_prefetch=1,
+            grid=(outer // block, visits.steps),
+            in_specs=[pl.BlockSpec((visits.rows, inner), lambda j, i, d: (visits.tile(i, d), 0)), w_block],
+            out_specs=pl.BlockSpec((visits.rows, block), lambda j, i, d: (visits.tile(i, d), j)),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM + 2**23),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=LIMIT),
         name="grouped_matmul_dx" if transposed else "grouped_matmul",
         interpret=current().interpret,
-    )(*visit, x, w)
+    )(visits.of_tiles(group_sizes), x, w)
 
 
-def _product_kernel(
-    tile: Any, group: Any, begin: Any, end: Any, x: Any, w: Any, y: Any, *, contract: int
-) -> None:
-    def product() -> Array:
-        return dot(x[...], w[0], 1, contract)
-
-    put_rows(tile, begin, end, y, product)
+def _product_kernel(differences: Any, x: Any, w: Any, y: Any, *, visits: Visits, contract: int) -> None:
+    put_rows(visits, differences, y, lambda: dot(x[...], w[0], 1, contract))
 
 
-def put_rows(tile: Any, begin: Any, end: Any, y: Any, product: Any) -> None:
+def put_rows(visits: Visits, differences: Any, y: Any, product: Callable[[], Array]) -> None:
     """Writes the visit's rows of `product()` [rows, outer] into y, whose other rows keep what earlier visits of the tile wrote, or
     become zero in the first one."""
     i = pl.program_id(1)
-    first = (i == 0) | (tile[i] != tile[jnp.maximum(i - 1, 0)])
+    begin, end = visits.span(i, differences)
 
-    @pl.when(first)
+    @pl.when(visits.opens_tile(i, differences))
     def _() -> None:
         y[...] = jnp.zeros_like(y)
 
-    @pl.when(begin[i] < end[i])
+    @pl.when(begin < end)
     def _() -> None:
-        y[...] = jnp.where(inside(tile[i], begin[i], end[i], y.shape), product().astype(y.dtype), y[...])
+        y[...] = jnp.where(inside(begin, end, y.shape), product().astype(y.dtype), y[...])
 
 
-def inside(tile: Array, begin: Array, end: Array, shape: tuple[int, ...]) -> Array:
+def inside(begin: Array, end: Array, shape: tuple[int, ...]) -> Array:
     """Which rows of a tile belong to a visit."""
-    row = tile * shape[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= begin) & (row < end)
 
 
@@ -146,53 +142,49 @@ def dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
 def _weight_gradient(x: Array, g: Array, w: Array, group_sizes: Array) -> Float[Array, "E K M"]:
     """x'g of each group, summed in fp32 over its visits, which follow each other."""
     (N, K), (E, _, M) = x.shape, w.shape
-    rows = tile_rows(N, x.dtype)
-    size = x.dtype.itemsize
+    visits = Visits(N, E, tile_rows(N, x.dtype))
+    rows, size = visits.rows, x.dtype.itemsize
 
     def needed(k: int, m: int) -> int:
         return 2 * size * (rows * (k + m) + k * m) + 2 * 4 * k * m  # the sum, and a product that is added to it
 
     m = slice_size(M, lambda m: m <= 1024)
     k = slice_size(K, lambda k: needed(k, m) <= VMEM)
-    visit = visits.of_groups(group_sizes, N, rows)
     return pl.pallas_call(
-        _weight_gradient_kernel,
+        partial(_weight_gradient_kernel, visits=visits),
         out_shape=jax.ShapeDtypeStruct((E, K, M), w.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(K // k, M // m, visit.tile.size),
+            num_scalar_prefetch=1,
+            grid=(K // k, M // m, visits.steps),
             in_specs=[
-                pl.BlockSpec((rows, k), lambda a, b, i, tile, group, begin, end: (tile[i], a)),
-                pl.BlockSpec((rows, m), lambda a, b, i, tile, group, begin, end: (tile[i], b)),
+                pl.BlockSpec((rows, k), lambda a, b, i, d: (visits.tile(i, d), a)),
+                pl.BlockSpec((rows, m), lambda a, b, i, d: (visits.tile(i, d), b)),
             ],
-            out_specs=pl.BlockSpec((1, k, m), lambda a, b, i, tile, group, begin, end: (group[i], a, b)),
+            out_specs=pl.BlockSpec((1, k, m), lambda a, b, i, d: (visits.group(i, d), a, b)),
             scratch_shapes=[pltpu.VMEM((k, m), jnp.float32)],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM + 2**23
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=LIMIT
         ),
         name="grouped_matmul_dw",
         interpret=current().interpret,
-    )(*visit, x, g)
+    )(visits.of_groups(group_sizes), x, g)
 
 
-def _weight_gradient_kernel(
-    tile: Any, group: Any, begin: Any, end: Any, x: Any, g: Any, dw: Any, total: Any
-) -> None:
-    i, visits_count = pl.program_id(2), pl.num_programs(2)
-    first = (i == 0) | (group[i] != group[jnp.maximum(i - 1, 0)])
-    last = (i == visits_count - 1) | (group[i] != group[jnp.minimum(i + 1, visits_count - 1)])
+def _weight_gradient_kernel(differences: Any, x: Any, g: Any, dw: Any, total: Any, *, visits: Visits) -> None:
+    i = pl.program_id(2)
+    begin, end = visits.span(i, differences)
 
-    @pl.when(first)
+    @pl.when(visits.opens_group(i, differences))
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    @pl.when(begin[i] < end[i])
+    @pl.when(begin < end)
     def _() -> None:
         # Both: rows of other groups and behind the last one may hold NaN.
-        x_i, g_i = (jnp.where(inside(tile[i], begin[i], end[i], t.shape), t[...], 0) for t in (x, g))
+        x_i, g_i = (jnp.where(inside(begin, end, t.shape), t[...], 0) for t in (x, g))
         total[...] += dot(x_i, g_i, 0, 0)
 
-    @pl.when(last)
+    @pl.when(visits.closes_group(i, differences))
     def _() -> None:
         dw[0] = total[...].astype(dw.dtype)
