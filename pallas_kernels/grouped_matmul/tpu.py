@@ -63,17 +63,11 @@ def tile_rows(N: int, dtype: Any) -> int:
     return min(-(-N // least) * least, MAX_ROWS)
 
 
-def slice_size(size: int, fits: Any) -> int:
-    """The largest slice of `size` of which `fits(slice)`: whole, or an even number of equal slices of whole lane tiles
-    (two cores share them)."""
-    if size % 128:
-        return size
-    lanes = size // 128
-    counts = [n for n in range(2, lanes + 1, 2) if lanes % n == 0] or range(1, lanes + 1)
-    for n in [*counts, lanes]:
-        if lanes % n == 0 and fits(size // n):
-            return size // n
-    return 128
+def slice_size(size: int, step: int, fits: Callable[[int], bool]) -> int:
+    """The largest slice of `size` of which `fits(slice)`: an even number of equal slices that are multiples of `step`, as two cores
+    share them, or else all of it."""
+    slices = [size // n for n in range(2, size // step + 1, 2) if size % (n * step) == 0]
+    return next((n for n in slices if fits(n)), step if size % step == 0 and not fits(size) else size)
 
 
 def _bytes(inner: int, outer: int, dtype: Any) -> int:
@@ -87,7 +81,7 @@ def _product(x: Array, w: Array, group_sizes: Array, *, transposed: bool) -> Arr
     N, inner = x.shape
     outer = w.shape[1 if transposed else 2]
     visits = Visits(N, w.shape[0], tile_rows(N, x.dtype))
-    block = slice_size(outer, lambda n: _bytes(inner, n, x.dtype) <= VMEM)
+    block = slice_size(outer, 128, lambda n: _bytes(inner, n, x.dtype) <= VMEM)
     if transposed:
         w_block = pl.BlockSpec((1, block, inner), lambda j, i, d: (visits.group(i, d), j, 0))
     else:
@@ -148,8 +142,8 @@ def _weight_gradient(x: Array, g: Array, w: Array, group_sizes: Array) -> Float[
     def needed(k: int, m: int) -> int:
         return 2 * size * (rows * (k + m) + k * m) + 2 * 4 * k * m  # the sum, and a product that is added to it
 
-    m = slice_size(M, lambda m: m <= 1024)
-    k = slice_size(K, lambda k: needed(k, m) <= VMEM)
+    m = slice_size(M, 128, lambda m: m <= 1024)
+    k = slice_size(K, 128, lambda k: needed(k, m) <= VMEM)
     return pl.pallas_call(
         partial(_weight_gradient_kernel, visits=visits),
         out_shape=jax.ShapeDtypeStruct((E, K, M), w.dtype),
