@@ -3,9 +3,10 @@
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul import reference, tpu, tpu_mxfp4, xla
 
-IMPLS = {"xla": xla, "reference": reference}
+IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
+MXFP4_IMPLS = {"tpu": tpu_mxfp4, "xla": xla, "reference": reference}
 
 
 def grouped_matmul(
@@ -42,7 +43,7 @@ def grouped_matmul_mxfp4(
     in x only.
     """
     _check(x, 2 * packed.shape[2], packed.shape[0], group_sizes)
-    return run("grouped_matmul_mxfp4", IMPLS, impl, x, packed, scale, group_sizes)
+    return run("grouped_matmul_mxfp4", MXFP4_IMPLS, impl, x, packed, scale, group_sizes)
 
 
 def _check(x: Array, inputs: int, groups: int, group_sizes: Array) -> None:

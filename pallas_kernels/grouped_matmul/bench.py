@@ -1,77 +1,88 @@
-"""Time and temporary memory of the grouped matmul, beside jax.lax.ragged_dot.
+"""The grouped matmul at K3's sizes, as one device sees its experts.
 
-  python -m pallas_kernels.grouped_matmul.bench
-  python -m pallas_kernels.grouped_matmul.bench --only nano --repeat 20
+Training and prefill: 1024 rows for each of 14 or 28 experts. Decode: 64 or 256 tokens choose 16 of 896 experts each, evenly, so
+that a device with 14 of them gets 16 or 64 rows.
 
-Each cell: milliseconds of the fastest of --repeat calls / MB of temporaries of the compiled program. fwd is
-the product, bwd both gradients, mxfp4 the product with packed weights.
+The least work, for N rows, E experts with rows and K x M = 3584 x 3072 (w1 and w3 of K3):
+
+    product, dx, dw   2 N K M FLOPs each
+    bytes             2 N (K + M) for two arrays of rows, and E matrices: 2 K M each in bf16, (1/2 + 1/32) K M in MXFP4
 """
 
-import argparse
-import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from pallas_kernels.aot.bench import main
+from pallas_kernels.aot.case import Built, Case, array
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_mxfp4
-from pallas_kernels.grouped_matmul.shapes import SIZES, Size
-from pallas_kernels.mxfp4 import quantize
+from pallas_kernels.mxfp4 import dequantize
+
+K, M = 3584, 3072
+IMPLS = ("tpu", "xla", "ragged_dot")
 
 
-def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    program = "python -m pallas_kernels.grouped_matmul.bench"
-    parser = argparse.ArgumentParser(prog=program, description=__doc__, formatter_class=raw)
-    parser.add_argument("--shape", choices=SIZES, nargs="+", default=list(SIZES), help="sizes from shapes.py")
-    parser.add_argument("--repeats", type=int, default=5, help="calls of which the fastest counts")
-    args = parser.parse_args()
-    print(f"{jax.default_backend()}, fp32\n{'':44}{'xla':>18}{'ragged_dot':>18}")
-    for name in args.shape:
-        table(f"{name} {tuple(SIZES[name])}", SIZES[name], args.repeats)
+def product(impl: str) -> Callable[..., Array]:
+    return jax.lax.ragged_dot if impl == "ragged_dot" else partial(grouped_matmul, impl=impl)
 
 
-def table(name: str, size: Size, repeat: int) -> None:
-    x, w, g, group_sizes = draw(size)
-    packed, scale = quantize(w.swapaxes(1, 2))
-    ragged_dot = partial(jax.lax.ragged_dot, precision="highest")
-    columns = {"fwd": [], "bwd": []}
-    for op in (partial(grouped_matmul, impl="xla"), ragged_dot):
-        columns["fwd"].append(measure(op, (x, w, group_sizes), repeat))
-        columns["bwd"].append(measure(partial(gradients, op), (x, w, group_sizes, g), repeat))
-    mxfp4 = partial(grouped_matmul_mxfp4, impl="xla")
-    columns["mxfp4"] = [measure(mxfp4, (x, packed, scale, group_sizes), repeat)]
-    for kind, cells in columns.items():
-        print(f"{name:36}{kind:8}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+def product_mxfp4(impl: str) -> Callable[..., Array]:
+    if impl != "ragged_dot":
+        return partial(grouped_matmul_mxfp4, impl=impl)
+    return lambda x, packed, scale, sizes: jax.lax.ragged_dot(x, dequantize(packed, scale).swapaxes(1, 2), sizes)
 
 
-def draw(size: Size) -> tuple[Array, Array, Array, Array]:
-    """x, w, a gradient of y, and sizes of groups that rows chose at random."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    choice = jax.random.randint(keys[3], (size.N,), 0, size.E)
-    shapes = (size.N, size.K), (size.E, size.K, size.M), (size.N, size.M)
-    x, w, g = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=False))
-    return x, w, g, jnp.bincount(choice, length=size.E).astype(jnp.int32)
+def build(impl: str, *, rows: int, experts: int, mxfp4: bool, kind: str) -> Built:
+    """kind  "forward"; "dx" or "dw" for that gradient"""
+    spread = np.bincount(np.arange(rows) % experts, minlength=experts)
+    op = (product_mxfp4 if mxfp4 else product)(impl)
+
+    def with_sizes(sizes: Array) -> Array:
+        return sizes + jnp.asarray(spread, jnp.int32)  # timed with zeros, compiled with unknown numbers
+
+    def forward(x: Array, weights: tuple[Array, ...], sizes: Array) -> Array:
+        return op(x, *weights, with_sizes(sizes))
+
+    def gradient(x: Array, weights: tuple[Array, ...], sizes: Array, g: Array) -> Array:
+        if kind == "dx":
+            return jax.vjp(lambda x: op(x, *weights, with_sizes(sizes)), x)[1](g)[0]
+        return jax.vjp(lambda w: op(x, w, with_sizes(sizes)), *weights)[1](g)[0]
+
+    if mxfp4:
+        weights = array(experts, M, K // 2, dtype=jnp.uint8), array(experts, M, K // 32, dtype=jnp.uint8)
+    else:
+        weights = (array(experts, K, M, dtype=jnp.bfloat16),)
+    given: tuple[Any, ...] = array(rows, K, dtype=jnp.bfloat16), weights, array(experts, dtype=jnp.int32)
+    return (forward, given) if kind == "forward" else (gradient, (*given, array(rows, M, dtype=jnp.bfloat16)))
 
 
-def gradients(op: Callable[..., Array], x: Array, w: Array, group_sizes: Array, g: Array) -> list[Array]:
-    return list(jax.vjp(lambda x, w: op(x, w, group_sizes), x, w)[1](g))
+def case(rows: int, experts: int, mxfp4: bool, kind: str, limit: float | None) -> Case:
+    matrix = (1 / 2 + 1 / 32 if mxfp4 else 2) * K * M
+    return Case(
+        partial(build, rows=rows, experts=experts, mxfp4=mxfp4, kind=kind),
+        flops=2 * rows * K * M,
+        bytes=2 * rows * (K + M) + min(rows, experts) * matrix,
+        impls=IMPLS,
+        limit={chip: limit for chip in ("v5p", "tpu7x")} if limit else {},
+    )
 
 
-def measure(f: Callable[..., Array | list[Array]], args: tuple[Array, ...], repeat: int) -> str:
-    compiled = jax.jit(f).lower(*args).compile()
-    memory = compiled.memory_analysis()
-    assert memory is not None, "every backend of XLA reports it"
-    jax.block_until_ready(compiled(*args))
-    best = float("inf")
-    for _ in range(repeat):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
-        best = min(best, time.perf_counter() - start)
-    return f"{1e3 * best:.2f} / {memory.temp_size_in_bytes / 1e6:.2f}"
-
+CASES = {
+    f"{name}_{kind}_{experts}_experts": case(1024 * experts, experts, name == "mxfp4", kind, 2.0 if name == "mxfp4" else 1.6)
+    for experts in (14, 28)
+    for name, kinds in (("bf16", ("forward", "dx", "dw")), ("mxfp4", ("forward", "dx")))
+    for kind in kinds
+} | {
+    f"{name}_decode_{tokens}_{experts}_experts": case(tokens * 16 * experts // 896, experts, name == "mxfp4", "forward", None)
+    for name in ("bf16", "mxfp4")
+    for experts in (14, 28)
+    for tokens in (64, 256)
+}
 
 if __name__ == "__main__":
-    main()
+    main("pallas_kernels.grouped_matmul.bench", CASES, __doc__)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import IMPLS, grouped_matmul, grouped_matmul_mxfp4
-from pallas_kernels.grouped_matmul.bench import main as bench
+from pallas_kernels.grouped_matmul.bench_cpu import main as bench
 from pallas_kernels.mxfp4 import dequantize, quantize
 
 N, K, M, E = 50, 32, 12, 4
