@@ -101,7 +101,7 @@ def _forward(
             grid=(x.shape[0] // rows,),
             in_specs=[*_source_specs(N, rows, D), *(_whole(1, D) for _ in weights)],
             out_specs=_tokens(rows, D),
-            scratch_shapes=[_scratch(rows, D), *(_scratch(N + 1, rows, LANES) for _ in range(3))],
+            scratch_shapes=[_scratch(GROUP, D), *(_scratch(N + 1, GROUP, LANES) for _ in range(3))],
         ),
         compiler_params=_params(N, D, rows, x.dtype),
         interpret=current().interpret,
@@ -132,8 +132,8 @@ def _backward(
             in_specs=[*_source_specs(N, rows, D), *(_whole(1, D) for _ in weights), _tokens(rows, D), *in_slots],
             out_specs=[_tokens(rows, D), *(pl.BlockSpec((None, 1, D), lambda i, count: (i, 0, 0)) for _ in weights), *in_slots],
             scratch_shapes=[
-                _scratch(rows, D),
-                *(_scratch(N + 1, rows, LANES) for _ in range(3)),
+                _scratch(GROUP, D),
+                *(_scratch(N + 1, GROUP, LANES) for _ in range(3)),
                 *(_scratch(GROUP, D) for _ in weights),
                 *[pltpu.VMEM((N, rows, D), x.dtype), pltpu.SemaphoreType.DMA((N, 2))] * bool(N),
             ],
@@ -155,20 +155,26 @@ def _forward_kernel(eps: float, N: int, norm: bool, count_ref: Any, *refs: Any) 
     out, mix, dot, square, prob = rest
     rows, D = out.shape
     count = count_ref[0]
-    _scores(count, sources, weight, dot, square)
-    for n, p in enumerate(_softmax(eps, D, count, dot, square)[0]):
-        prob[n] = jnp.broadcast_to(p, (rows, LANES))
-    _weighted_sum(count, sources, prob, mix)
-    if norm_weight is None:
-        _each_group(rows, lambda at: _each_lane(D, lambda j: _store(out, at, j, mix[at, j])))
-        return
-    scale = _inverse_rms(eps, mix, out.dtype, square)
 
-    def write(at: Any) -> None:
-        s = scale[at]
-        _each_lane(D, lambda j: _store(out, at, j, (mix[at, j] * s).astype(out.dtype).astype(jnp.float32) * norm_weight[:, j]))
+    def group(at: Any) -> None:
+        _scores(count, sources, at, weight, dot, square)
+        for n, p in enumerate(_softmax(eps, D, count, dot, square)[0]):
+            prob[n] = _spread(p)
+        _weighted_sum(count, sources, at, prob, mix)
+        if norm_weight is None:
+            for j in _lanes(D):
+                out[at, j] = mix[:, j].astype(out.dtype)
+            return
+        total = _zeros()
+        for j in _lanes(D):
+            out[at, j] = mix[:, j].astype(out.dtype)
+            h = out[at, j].astype(jnp.float32)
+            total += h * h
+        s = _spread(jax.lax.rsqrt(_row_sum(total) / D + eps))
+        for j in _lanes(D):
+            out[at, j] = (_round(out[at, j].astype(jnp.float32) * s, out.dtype) * norm_weight[:, j]).astype(out.dtype)
 
-    _each_group(rows, write)
+    _each_group(rows, group)
 
 
 def _backward_kernel(eps: float, N: int, norm: bool, count_ref: Any, *refs: Any) -> None:
@@ -193,76 +199,71 @@ def _backward_kernel(eps: float, N: int, norm: bool, count_ref: Any, *refs: Any)
     def put(n: int) -> Any:
         return pltpu.make_async_copy(buffer.at[n], slots.at[n, at_tokens], semaphores.at[n, 1])
 
-    _each_slot(N, count, lambda n: fetch(n).start())
-    _scores(count, sources, weight, dot, square)
-    prob, r = _softmax(eps, D, count, dot, square)
-    score = [_row_sum(dot[n]) * r[n] for n in range(N + 1)]
-    if norm_weight is None:
-        _each_group(rows, lambda at: _each_lane(D, lambda j: _store(g, at, j, dy[at, j])))
-    else:
-        for n, p in enumerate(prob):
-            third[n] = jnp.broadcast_to(p, (rows, LANES))
-        _weighted_sum(count, sources, third, g)
-        scale = _inverse_rms(eps, g, dprefix.dtype, square)
-        _norm_gradient(g, dy, norm_weight, scale, square.at[0], third.at[0], dnorm_weight_sum)
-        dnorm_weight[...] = jnp.sum(dnorm_weight_sum[...], 0, keepdims=True)
-
-    def dprob(n: int, source: Any) -> None:
-        def body(at: Any) -> None:
-            total = jnp.zeros((GROUP, LANES), jnp.float32)
+    def group(at: Any) -> None:
+        _scores(count, sources, at, weight, dot, square)
+        prob, r = _softmax(eps, D, count, dot, square)
+        score = [_row_sum(dot[n]) * r[n] for n in range(N + 1)]
+        if norm_weight is None:
             for j in _lanes(D):
-                total += g[at, j] * source[at, j].astype(jnp.float32)
-            square[n, at] = total
+                g[:, j] = dy[at, j].astype(jnp.float32)
+        else:
+            for n, p in enumerate(prob):
+                third[n] = _spread(p)
+            _weighted_sum(count, sources, at, third, g)
+            _norm_gradient(eps, g, dy, at, norm_weight, dnorm_weight_sum)
 
-        _each_group(rows, body)
+        def dprob(n: int, source: Any) -> None:
+            total = _zeros()
+            for j in _lanes(D):
+                total += g[:, j] * source[at, j].astype(jnp.float32)
+            square[n] = total
 
-    _each_source(count, sources, dprob)
-    dp = [jnp.where(n < count, _row_sum(square[n]), 0.0) for n in range(N)] + [_row_sum(square[N])]
-    mean = sum((p * d for p, d in zip(prob, dp, strict=True)), jnp.zeros((rows, 1), jnp.float32))
-    for n in range(N + 1):
-        along_weight = prob[n] * (dp[n] - mean) * r[n]
-        dot[n] = jnp.broadcast_to(prob[n], (rows, LANES))
-        square[n] = jnp.broadcast_to(along_weight, (rows, LANES))
-        third[n] = jnp.broadcast_to(along_weight * score[n] * r[n] / D, (rows, LANES))
-    dweight_sum[...] = jnp.zeros_like(dweight_sum)
+        _each_source(count, sources, dprob)
+        dp = [jnp.where(n < count, _row_sum(square[n]), 0.0) for n in range(N)] + [_row_sum(square[N])]
+        mean = sum((p * d for p, d in zip(prob, dp, strict=True)), jnp.zeros((GROUP, 1), jnp.float32))
+        for n in range(N + 1):
+            along_weight = prob[n] * (dp[n] - mean) * r[n]
+            dot[n], square[n] = _spread(prob[n]), _spread(along_weight)
+            third[n] = _spread(along_weight * score[n] * r[n] / D)
 
-    def dsource(n: int, source: Any, out: Any, add: bool) -> None:
-        def body(at: Any) -> None:
-            p, along_weight, along_v = dot[n, at], square[n, at], third[n, at]
+        def dsource(n: int, source: Any, out: Any, add: bool) -> None:
+            p, along_weight, along_v = dot[n], square[n], third[n]
             for j in _lanes(D):
                 v = source[at, j].astype(jnp.float32)
-                dv = p * g[at, j] + along_weight * weight[:, j] - along_v * v
+                dv = p * g[:, j] + along_weight * weight[:, j] - along_v * v
                 dweight_sum[:, j] += along_weight * v
                 out[at, j] = (dv + out[at, j].astype(jnp.float32) if add else dv).astype(out.dtype)
 
-        _each_group(rows, body)
+        dsource(N, sources[N], dprefix, False)
 
-    dsource(N, sources[N], dprefix, False)
+        def slot(n: int) -> None:
+            dsource(n, sources[n], buffer.at[n], True)
 
-    def slot(n: int) -> None:
-        fetch(n).wait()
-        dsource(n, sources[n], buffer.at[n], True)
-        put(n).start()
+        _each_slot(N, count, slot)
 
-    _each_slot(N, count, slot)
+    _each_slot(N, count, lambda n: fetch(n).start())
+    dweight_sum[...] = jnp.zeros_like(dweight_sum)
+    if norm:
+        dnorm_weight_sum[...] = jnp.zeros_like(dnorm_weight_sum)
+    _each_slot(N, count, lambda n: fetch(n).wait())
+    _each_group(rows, group)
+    _each_slot(N, count, lambda n: put(n).start())
     dweight[...] = jnp.sum(dweight_sum[...], 0, keepdims=True)
+    if norm:
+        dnorm_weight[...] = jnp.sum(dnorm_weight_sum[...], 0, keepdims=True)
     _each_slot(N, count, lambda n: put(n).wait())
 
 
-def _scores(count: Array, sources: Sequence[Any], weight: Any, dot: Any, square: Any) -> None:
+def _scores(count: Array, sources: Sequence[Any], at: Any, weight: Any, dot: Any, square: Any) -> None:
     """Sums over D of v weight and v**2, 128 partial ones each."""
-    rows, D = sources[-1].shape
 
     def sums(n: int, source: Any) -> None:
-        def body(at: Any) -> None:
-            a = s = jnp.zeros((GROUP, LANES), jnp.float32)
-            for j in _lanes(D):
-                v = source[at, j].astype(jnp.float32)
-                a += v * weight[:, j]
-                s += v * v
-            dot[n, at], square[n, at] = a, s
-
-        _each_group(rows, body)
+        a = s = _zeros()
+        for j in _lanes(source.shape[-1]):
+            v = source[at, j].astype(jnp.float32)
+            a += v * weight[:, j]
+            s += v * v
+        dot[n], square[n] = a, s
 
     _each_source(count, sources, sums)
 
@@ -284,84 +285,61 @@ def _softmax(
     return [w / total for w in weight], r
 
 
-def _weighted_sum(count: Array, sources: Sequence[Any], prob: Any, mix: Any) -> None:
+def _weighted_sum(count: Array, sources: Sequence[Any], at: Any, prob: Any, mix: Any) -> None:
     """mix = sum_n prob_n v_n."""
-    rows, D = mix.shape
+    D = mix.shape[-1]
     N = len(sources) - 1
 
     def add(n: int, first: bool) -> None:
-        def body(at: Any) -> None:
-            p = prob[n, at]
-            for j in _lanes(D):
-                term = p * sources[n][at, j].astype(jnp.float32)
-                mix[at, j] = term if first else mix[at, j] + term
-
-        _each_group(rows, body)
+        p = prob[n]
+        for j in _lanes(D):
+            term = p * sources[n][at, j].astype(jnp.float32)
+            mix[:, j] = term if first else mix[:, j] + term
 
     add(N, True)
     _each_slot(N, count, lambda n: add(n, False))
 
 
-def _inverse_rms(eps: float, mix: Any, dtype: Any, square: Any) -> Any:
-    """Rounds the mix to `dtype` in place; returns a reference to rsqrt(mean_d mix**2 + eps), 128 times per token."""
-    rows, D = mix.shape
-
-    def body(at: Any) -> None:
-        total = jnp.zeros((GROUP, LANES), jnp.float32)
-        for j in _lanes(D):
-            h = mix[at, j].astype(dtype).astype(jnp.float32)
-            mix[at, j] = h
-            total += h * h
-        square[0, at] = total
-
-    _each_group(rows, body)
-    square[0] = jnp.broadcast_to(jax.lax.rsqrt(_row_sum(square[0]) / D + eps), (rows, LANES))
-    return square.at[0]
-
-
-def _norm_gradient(mix: Any, dy: Any, norm_weight: Any, scale: Any, square: Any, along: Any, dnorm_weight: Any) -> None:
-    """Replaces the mix by its gradient; dnorm_weight sums over the step's tokens, in GROUP parts."""
-    rows, D = mix.shape
-    dnorm_weight[...] = jnp.zeros_like(dnorm_weight)
-
-    def sums(at: Any) -> None:
-        s, total = scale[at], jnp.zeros((GROUP, LANES), jnp.float32)
-        for j in _lanes(D):
-            d, h = dy[at, j].astype(jnp.float32), mix[at, j]
-            dnorm_weight[:, j] += d * (h * s).astype(dy.dtype).astype(jnp.float32)
-            total += d * norm_weight[:, j] * h
-        along[at] = total
-
-    _each_group(rows, sums)
-    s = scale[...]
-    along[...] = jnp.broadcast_to(_row_sum(along[...]) / D, (rows, LANES)) * s * s
-
-    def body(at: Any) -> None:
-        s, a = scale[at], along[at]
-        for j in _lanes(D):
-            mix[at, j] = s * (dy[at, j].astype(jnp.float32) * norm_weight[:, j] - mix[at, j] * a)
-
-    _each_group(rows, body)
+def _norm_gradient(eps: float, mix: Any, dy: Any, at: Any, norm_weight: Any, dnorm_weight: Any) -> None:
+    """Replaces the mix by its gradient, and adds that of norm_weight, in GROUP parts."""
+    D = mix.shape[-1]
+    square = along = _zeros()
+    for j in _lanes(D):
+        h = _round(mix[:, j], dy.dtype)
+        square += h * h
+        along += dy[at, j].astype(jnp.float32) * norm_weight[:, j] * h
+    s = _spread(jax.lax.rsqrt(_row_sum(square) / D + eps))
+    along = _spread(_row_sum(along) / D) * s * s
+    for j in _lanes(D):
+        d, h = dy[at, j].astype(jnp.float32), _round(mix[:, j], dy.dtype)
+        dnorm_weight[:, j] += d * _round(h * s, dy.dtype)
+        mix[:, j] = s * (d * norm_weight[:, j] - h * along)
 
 
 def _row_sum(x: Float32[Array, "rows lanes"]) -> Float32[Array, "rows 1"]:
     return jnp.sum(x, -1, keepdims=True)
 
 
+def _spread(x: Float32[Array, "rows 1"]) -> Float32[Array, "rows lanes"]:
+    return jnp.broadcast_to(x, (GROUP, LANES))
+
+
+def _zeros() -> Float32[Array, "rows lanes"]:
+    return jnp.zeros((GROUP, LANES), jnp.float32)
+
+
+def _round(x: Float32[Array, "*S"], dtype: Any) -> Float32[Array, "*S"]:
+    return x.astype(dtype).astype(jnp.float32)
+
+
 def _lanes(D: int) -> list[slice]:
     return [slice(j, j + LANES) for j in range(0, D, LANES)]
 
 
-def _each_lane(D: int, f: Callable[[slice], None]) -> None:
-    for j in _lanes(D):
-        f(j)
-
-
-def _store(ref: Any, at: Any, j: slice, x: Array) -> None:
-    ref[at, j] = x.astype(ref.dtype)
-
-
 def _each_group(rows: int, body: Callable[[Any], None]) -> None:
+    if rows == GROUP:
+        return body(slice(None))
+
     def step(i: Array, carry: None) -> None:
         body(pl.ds(pl.multiple_of(i * GROUP, GROUP), GROUP))
 
@@ -387,7 +365,9 @@ def _as_rows(
     tokens = B * T
     padded = -(-tokens // GROUP) * GROUP
     rows = GROUP
-    while padded % (2 * rows) == 0 and 2 * rows * _bytes_per_token(N, D, prefix.dtype.itemsize) <= VMEM and padded > 4 * rows:
+    import os
+    if os.environ.get('ROWS'): rows=int(os.environ['ROWS'])
+    while not os.environ.get('ROWS') and padded % (2 * rows) == 0 and 2 * rows * _bytes_per_token(N, D, prefix.dtype.itemsize) <= VMEM and padded > 4 * rows:
         rows *= 2
     return [_padded(_flat(x), padded) for x in per_token], _padded(_flat(blocks), padded), tokens, rows
 
@@ -430,4 +410,5 @@ def _scratch(*shape: int) -> Any:
 
 
 def _params(N: int, D: int, rows: int, dtype: Any) -> Any:
-    return pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=VMEM + 16 * 2**20)
+    need = rows * _bytes_per_token(N, D, dtype.itemsize) + 4 * 4 * GROUP * D
+    return pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=need + 2**21)
