@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.attn_res import reference, xla
+from pallas_kernels.attn_res import reference, tpu, xla
 from pallas_kernels.dispatch import run
 
-IMPLS = {"xla": xla, "reference": reference}
+IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
 
 
 def attn_res(
@@ -31,3 +31,25 @@ def attn_res(
     is stored, neither here nor in the gradient.
     """
     return run("attn_res", IMPLS, impl, prefix, blocks, count, weight, eps=eps)
+
+
+def attn_res_norm(
+    prefix: Float[Array, "B T D"],
+    blocks: Float[Array, "N B T D"],
+    count: int | Int32[Array, ""],
+    weight: Float32[Array, " D"],
+    norm_weight: Float[Array, " D"],
+    *,
+    eps: float,
+    impl: str | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "N B T D"]]:
+    """The mix of `attn_res` under the RMS norm of the layer that reads it, which is all that it reads of the mix.
+
+        h = attn_res(prefix, blocks, count, weight)
+        y = norm_weight * (h rsqrt(mean_d h**2 + eps))          h and the quotient rounded to the dtype of prefix
+
+    norm_weight  used in the dtype of prefix
+    Returns y in the dtype of prefix, and `blocks` as given. Let later readers of the blocks take these: the gradient of
+    the blocks then passes through here, where this call adds its share to the slots in use, without another pass.
+    """
+    return run("attn_res_norm", IMPLS, impl, prefix, blocks, count, weight, norm_weight, eps=eps)

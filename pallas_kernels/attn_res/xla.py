@@ -32,6 +32,21 @@ def attn_res(
     return _mix(eps, prefix, blocks, jnp.asarray(count, jnp.int32), weight)
 
 
+def attn_res_norm(
+    prefix: Float[Array, "B T D"],
+    blocks: Float[Array, "N B T D"],
+    count: int | Int32[Array, ""],
+    weight: Float32[Array, " D"],
+    norm_weight: Float[Array, " D"],
+    *,
+    eps: float,
+) -> tuple[Float[Array, "B T D"], Float[Array, "N B T D"]]:
+    mix = attn_res(prefix, blocks, count, weight, eps=eps)
+    h = mix.astype(jnp.float32)
+    normed = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
+    return norm_weight.astype(mix.dtype) * normed.astype(mix.dtype), blocks
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mix(eps: float, prefix: Array, blocks: Array, count: Array, weight: Array) -> Array:
     a, square = _per_candidate(lambda v: _sums(v * weight, v * v), prefix, blocks)
