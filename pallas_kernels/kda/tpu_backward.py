@@ -169,5 +169,6 @@ def _tile_sums(tiles: Tiling) -> Float32[Array, "n sums_n"]:
     parts = []
     for half in tiles.levels:
         blocks = half // tiles.size
-        parts.append((i // blocks == j // blocks) & jnp.where(j // blocks % 2 == 1, i < j, i > j))
+        late = j // blocks % 2 == 1
+        parts.append((i // blocks == j // blocks) & (late & (i < j) | ~late & (i > j)))
     return jnp.concatenate([jnp.where(part, 1.0, 0.0) for part in (*parts, i < j, i > j)], 1)

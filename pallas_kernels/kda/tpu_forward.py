@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.kda.tpu_chunk import C, Tiling, decays, dot, inverse, masked, masks, products, slots
 from pallas_kernels.target import current
 
-HEADS = 3  # per grid step: as many chains of dependent products run side by side
+HEADS = 1  # per grid step: as many chains of dependent products run side by side
 
 
 def heads_per_step(H: int, most: int) -> int:
