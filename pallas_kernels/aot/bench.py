@@ -1,6 +1,7 @@
-"""The command line of every op's bench: the TPU compiler's estimates, or times on the device that is here.
+"""The command line of every op's bench: what compilers say about chips that are not here, or times on the device that is.
 
-    python -m pallas_kernels.kda.bench --chip v5p tpu7x         estimates, without hardware
+    python -m pallas_kernels.kda.bench --chip v5p tpu7x         estimates of the TPU compiler
+    python -m pallas_kernels.kda.bench --chip h200              registers, shared memory and spills
     python -m pallas_kernels.kda.bench                          times on this machine's device
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from pallas_kernels.aot import estimate
 from pallas_kernels.aot.case import Case
-from pallas_kernels.aot.chips import TPUS, roofline
+from pallas_kernels.aot.chips import GPUS, TPUS, roofline
 
 
 def main(module: str, cases: Mapping[str, Case], description: str, argv: Sequence[str] | None = None) -> None:
@@ -26,7 +27,7 @@ def main(module: str, cases: Mapping[str, Case], description: str, argv: Sequenc
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"examples:\n  python -m {module} --chip v5p tpu7x --vs xla\n  python -m {module} --case {next(iter(cases))}",
     )
-    parser.add_argument("--chip", nargs="+", choices=TPUS, help="print the TPU compiler's estimates for these generations")
+    parser.add_argument("--chip", nargs="+", choices=[*TPUS, *GPUS], help="print the compilers' figures for these chips")
     parser.add_argument("--case", nargs="+", choices=cases, default=list(cases), help="cases (default: all)")
     parser.add_argument("--impl", nargs="+", help="implementations (default: the kernel that fits the chip or device)")
     parser.add_argument("--vs", nargs="+", default=[], help="implementations to put beside them, such as xla")
@@ -37,16 +38,17 @@ def main(module: str, cases: Mapping[str, Case], description: str, argv: Sequenc
     chosen = {name: cases[name] for name in args.case}
     if not args.chip:
         return times(chosen, args.impl, args.vs, args.repeats)
-    if reason := estimate.why_not():
-        sys.exit(f"{module}: {reason}.")
     worse = []
     for chip in args.chip:
+        if reason := estimate.why_not(chip):
+            sys.exit(f"{module}: cannot compile for {chip}: {reason}.")
+        own = args.impl or ["tpu" if chip in TPUS else "gpu"]
         jobs = [(name, impl) for name, case in chosen.items()
-                for impl in dict.fromkeys([*(args.impl or ["tpu"]), *args.vs]) if impl in case.impls]
-        results = report(module, chip, chosen, jobs)
+                for impl in dict.fromkeys([*own, *args.vs]) if impl in case.impls]
+        results = (report if chip in TPUS else report_gpu)(module, chip, chosen, jobs)
         worse += [f"{chip}: {line}" for line in estimate.regressions(estimate.read_record(module, chip), results)]
         if args.record:
-            estimate.write_record(module, chip, [r for r in results if "cycles" in r])
+            estimate.write_record(module, chip, [r for r in results if "kernels" in r])
     if args.check and worse:
         sys.exit(f"{module}: worse than the record:\n  " + "\n  ".join(worse))
 
@@ -57,10 +59,9 @@ def report(module: str, chip: str, cases: Mapping[str, Case], jobs: Sequence[est
     The estimated time is max(cycles / clock, bytes / bandwidth): cycles leave out the waiting for HBM.
     """
     facts = TPUS[chip]
-    found = estimate.versions()
-    print(f"\n{chip}: compiler estimates (jax {found['jax']}, libtpu {found['libtpu']}); never timed on hardware")
-    print(f"{'case':26} {'impl':10} {'cycles':>10} {'ms':>8} {'roofline':>8} {'ratio':>6} {'limit':>5} {'HBM MB':>8} {'temp MB':>8} "
-          f"{'VMEM MB':>7} {'spills':>6}  busiest kernel: bundles, units")
+    print(f"\n{chip}: compiler estimates (jax {jax.__version__}, {estimate.compiler(chip)}); never timed on hardware")
+    print(f"{'case':26} {'impl':10} {'cycles':>10} {'ms':>8} {'roofline':>8} {'ratio':>6} {'limit':>5} {'HBM MB':>8} "
+          f"{'temp MB':>8} {'VMEM MB':>7} {'spills':>6}  busiest kernel: bundles, units")
     results = []
     for result in estimate.estimates(module, chip, jobs):
         results.append(result)
@@ -86,6 +87,24 @@ def report(module: str, chip: str, cases: Mapping[str, Case], jobs: Sequence[est
     return results
 
 
+def report_gpu(module: str, chip: str, cases: Mapping[str, Case], jobs: Sequence[estimate.Job]) -> list[dict[str, Any]]:
+    """Compiles the jobs for `chip` and prints a line per kernel. Nothing here tells its time; the roofline is for reference."""
+    print(f"\n{chip}: compiled (jax {jax.__version__}, {estimate.compiler(chip)}); never timed on hardware")
+    print(f"{'case':26} {'impl':10} {'roofline ms':>11} {'temp MB':>8}  kernel: registers, shared kB, spilled bytes")
+    results = []
+    for result in estimate.estimates(module, chip, jobs):
+        results.append(result)
+        case = cases[result["case"]]
+        line = f"{result['case']:26} {result['impl']:10} {1e3 * roofline(GPUS[chip], case.flops, case.bytes):11.3f} "
+        if "error" in result:
+            print(f"{line}{result['error'].splitlines()[0][:150]}", flush=True)
+            continue
+        line += f"{result['temp_bytes'] / 1e6:8.1f}  "
+        print(line + "; ".join(f"{name}: {k['registers']}, {k['shared_bytes'] / 1e3:.1f}, {k['spills']}"
+                               for name, k in result["kernels"].items() if k["shared_bytes"]), flush=True)
+    return results
+
+
 def times(cases: Mapping[str, Case], impls: Sequence[str] | None, vs: Sequence[str], repeats: int) -> None:
     """Times the cases on this machine's device, on random operands."""
     device = jax.devices()[0]
@@ -98,8 +117,8 @@ def times(cases: Mapping[str, Case], impls: Sequence[str] | None, vs: Sequence[s
                 continue
             function, arguments = case.build(impl)
             seconds, temp = measure(function, jax.tree.map(draw, arguments), repeats)
-            print(f"{name:26} {impl:10} {1e3 * seconds:10.3f} {case.flops / seconds / 1e9:9.1f} {case.bytes / seconds / 1e9:8.1f} "
-                  f"{temp:9.1f}", flush=True)
+            rates = f"{case.flops / seconds / 1e9:9.1f} {case.bytes / seconds / 1e9:8.1f}"
+            print(f"{name:26} {impl:10} {1e3 * seconds:10.3f} {rates} {temp:9.1f}", flush=True)
 
 
 def draw(like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The TPU compiler's figures for an op's cases, each generation in a process of its own, and their record."""
+"""What the compilers for TPUs and GPUs say about an op's cases, each chip in a process of its own, and their record."""
 
 import importlib.metadata
 import importlib.util
@@ -11,22 +11,36 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.aot.chips import TPUS
+from pallas_kernels.aot.gpu_worker import find_ptxas
 from pallas_kernels.aot.worker import ENVIRONMENT
 
 Job = tuple[str, str]  # case, implementation
 WORSE = 1.10  # estimates may grow by this factor before `regressions` names them
 
+_INSTALL = {
+    "libtpu": 'pip install "k3jax[tpu]"',
+    "jax-cuda13-plugin": "pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt (jax's version) in an environment of its own",
+}
 
-def why_not() -> str | None:
-    """Why this environment cannot compile for TPUs; None if it can."""
-    if importlib.util.find_spec("libtpu") is None:
-        return 'libtpu, which holds the TPU compiler, is not installed: pip install "k3jax[tpu]"'
+
+def why_not(chip: str) -> str | None:
+    """Why this environment cannot compile for `chip`; None if it can."""
+    package = _package(chip)
+    if not any(True for _ in importlib.metadata.distributions(name=package)):
+        return f"{package}, which holds the compiler, is not installed: {_INSTALL[package]}"
+    if chip not in TPUS and find_ptxas() is None:
+        return "ptxas, the assembler of CUDA, is not on the path"
     return None
 
 
-def versions() -> dict[str, str]:
-    """Of what decides the estimates."""
-    return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+def compiler(chip: str) -> str:
+    """Package and version that decide the estimates for `chip`."""
+    return f"{_package(chip)} {importlib.metadata.version(_package(chip))}"
+
+
+def _package(chip: str) -> str:
+    return "libtpu" if chip in TPUS else "jax-cuda13-plugin"
 
 
 def estimates(module: str, chip: str, jobs: Sequence[Job], *, dump: bool = True) -> Iterator[dict[str, Any]]:
@@ -39,7 +53,8 @@ def estimates(module: str, chip: str, jobs: Sequence[Job], *, dump: bool = True)
     with tempfile.TemporaryDirectory() as folder:
         where = folder if dump else "-"
         arguments = [f"{case}={impl}" for case, impl in remaining]
-        command = [sys.executable, "-m", "pallas_kernels.aot.worker", chip, where, module, *arguments]
+        worker = "worker" if chip in TPUS else "gpu_worker"
+        command = [sys.executable, "-m", f"pallas_kernels.aot.{worker}", chip, where, module, *arguments]
         env = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
             assert process.stdout is not None and process.stderr is not None
@@ -49,7 +64,7 @@ def estimates(module: str, chip: str, jobs: Sequence[Job], *, dump: bool = True)
                     yield json.loads(line)
             errors = process.stderr.read()
     if remaining and dump:
-        note = f"no estimates: libtpu {versions()['libtpu']} ended the process as it wrote them"
+        note = f"no estimates: {compiler(chip)} ended the process as it wrote them"
         for result in estimates(module, chip, remaining, dump=False):
             yield result | {"note": note}
     elif remaining:
@@ -64,40 +79,40 @@ def record_path(module: str, chip: str) -> Path:
 
 
 def read_record(module: str, chip: str) -> dict[str, dict[str, Any]]:
-    """"case impl" -> figures that were recorded with this libtpu; empty if none were."""
+    """"case impl" -> figures that were recorded with this compiler; empty if none were."""
     path = record_path(module, chip)
     if not path.exists():
         return {}
-    return json.loads(path.read_text()).get(versions()["libtpu"], {}).get("cases", {})
+    return json.loads(path.read_text()).get(compiler(chip), {}).get("cases", {})
 
 
 def write_record(module: str, chip: str, results: Sequence[dict[str, Any]]) -> None:
-    """Adds these figures to the record, in the place of those of the same cases and libtpu."""
+    """Adds these figures to the record, in the place of those of the same cases and compiler."""
     path = record_path(module, chip)
-    all_versions = json.loads(path.read_text()) if path.exists() else {}
-    entry = all_versions.setdefault(versions()["libtpu"], {"jax": versions()["jax"], "cases": {}})
+    record = json.loads(path.read_text()) if path.exists() else {}
+    entry = record.setdefault(compiler(chip), {"jax": importlib.metadata.version("jax"), "cases": {}})
     for result in results:
         figures = {k: result[k] for k in ("cycles", "temp_bytes", "kernels") if k in result}
         entry["cases"][f"{result['case']} {result['impl']}"] = figures
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(all_versions, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 def regressions(recorded: dict[str, dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[str]:
-    """One line per result that does not compile, spills where the record does not, or takes over 10 % more cycles."""
+    """One line per result that does not compile, or takes or spills over 10 % more than on record."""
     found = []
     for result in results:
         name = f"{result['case']} {result['impl']}"
         if "error" in result:
             found.append(f"{name}: {result['error']}")
-        elif name in recorded and "cycles" in result:
-            before = recorded[name]
-            if result["cycles"] > WORSE * before["cycles"]:
-                found.append(f"{name}: {result['cycles']} cycles, {before['cycles']} on record")
-            if _spills(result) > WORSE * _spills(before):
-                found.append(f"{name}: {_spills(result)} spilled registers, {_spills(before)} on record")
+        elif name in recorded:
+            now, before = _watched(result), _watched(recorded[name])
+            found += [f"{name}: {what} {now[what]}, on record {before[what]}"
+                      for what in now if now[what] > WORSE * before.get(what, now[what])]
     return found
 
 
-def _spills(result: dict[str, Any]) -> int:
-    return sum(kernel["spills"] for kernel in result.get("kernels", {}).values())
+def _watched(result: dict[str, Any]) -> dict[str, int]:
+    """The figures of a result that must not grow."""
+    spills = sum(kernel["spills"] for kernel in result.get("kernels", {}).values())
+    return {what: result[what] for what in ("cycles",) if what in result} | {"spills": spills}

@@ -1,7 +1,6 @@
 """Cycles that the TPU compiler estimates for a compiled program, loops counted by their trips."""
 
 import re
-from collections.abc import Mapping
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-<>]+) \(.*\{$")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
@@ -11,10 +10,9 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|true_computation=%?([\w
 UNKNOWN = 2**62  # the compiler's mark for operations that it cannot estimate
 
 
-def cycles_by_operation(text: str, kernels: Mapping[str, int] | None = None, without: str = "operands") -> dict[str, int]:
+def cycles_by_operation(text: str, without: str = "operands") -> dict[str, int]:
     """name of an operation -> cycles of all its executions, from the text of a compiled program.
 
-    kernels  cycles of custom calls that the text lacks, by name
     without  operations under this jax.named_scope are left out
     A loop of unknown trip count is counted once; of the branches of a conditional, the most expensive one.
     """
@@ -45,8 +43,6 @@ def cycles_by_operation(text: str, kernels: Mapping[str, int] | None = None, wit
                 inner = total(_callee(line, "to_apply"), 1)
             elif found := _CYCLES.search(line):
                 inner = {operation: int(found[1])}
-            elif kernels and operation in kernels:
-                inner = {operation: kernels[operation]}
             for key, value in inner.items():
                 if value < UNKNOWN:
                     cycles[key] = cycles.get(key, 0) + value * times

@@ -3,9 +3,10 @@
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.mla import reference, xla
+from pallas_kernels.mla import gpu, reference, xla
 
-IMPLS = {"xla": xla, "reference": reference}
+IMPLS = {"gpu": gpu, "xla": xla, "reference": reference}
+LATENT_IMPLS = {"xla": xla, "reference": reference}
 
 
 def attention(
@@ -62,6 +63,6 @@ def latent_attention(
     if not 0 < value_dim <= latent.shape[-1]:
         raise ValueError(f"value_dim={value_dim} must be between 1 and {latent.shape[-1]}, the latent size.")
     return run(
-        "latent_attention", IMPLS, impl, q, latent, value_dim=value_dim, scale=scale, q_positions=q_positions,
+        "latent_attention", LATENT_IMPLS, impl, q, latent, value_dim=value_dim, scale=scale, q_positions=q_positions,
         kv_positions=kv_positions, q_segments=q_segments, kv_segments=kv_segments,
     )

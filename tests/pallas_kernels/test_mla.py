@@ -1,5 +1,6 @@
 """Laws of MLA attention, expanded and absorbed."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -7,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla import IMPLS, attention, latent_attention, xla
+from pallas_kernels.mla import IMPLS, LATENT_IMPLS, attention, gpu, latent_attention, xla
+from pallas_kernels.target import target
 
-B, T, H, K, V = 2, 45, 3, 24, 16
+B, T, H, K, V = 2, 45, 3, 48, 16
 SCALE = K**-0.5
 every_impl = pytest.mark.parametrize("impl", IMPLS)
+every_latent_impl = pytest.mark.parametrize("impl", LATENT_IMPLS)
 attend = jax.jit(partial(attention, scale=SCALE), static_argnames="impl")
 
 
@@ -20,6 +23,16 @@ def small_blocks(monkeypatch):
     """45 tokens are three blocks of 16, the last one partly filled."""
     monkeypatch.setattr(xla, "Q_BLOCK", 16)
     monkeypatch.setattr(xla, "KV_BLOCK", 16)
+    for name in ("Q_BLOCK", "KV_BLOCK", "GRADIENT_BLOCK"):
+        monkeypatch.setattr(gpu, name, 16)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(request):
+    """Kernels for other machines run in Pallas's interpreter."""
+    impl = request.node.callspec.params.get("impl") if hasattr(request.node, "callspec") else None
+    with target(impl, interpret=True) if impl == "gpu" else nullcontext():
+        yield
 
 
 @partial(jax.jit, static_argnames="impl")
@@ -161,7 +174,7 @@ L, R = 10, 4
 attend_latent = jax.jit(partial(latent_attention, value_dim=L, scale=SCALE), static_argnames="impl")
 
 
-@every_impl
+@every_latent_impl
 @pytest.mark.parametrize("window", [1, 7])
 def test_absorbed_attention_equals_expanded_attention(window, impl):
     rng = np.random.default_rng(3)
@@ -225,3 +238,28 @@ def test_memory_of_the_gradient_does_not_grow_with_the_square_of_the_length(monk
     temp = compiled.memory_analysis().temp_size_in_bytes
     block, all_inputs = 4 * heads * 256 * 256, 4 * tokens * heads * (24 + 24 + 16)
     assert temp < 8 * block + 6 * all_inputs < 4 * heads * tokens**2 / 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gpu_kernels_lower_for_cuda_at_the_real_sizes(dtype, monkeypatch):
+    monkeypatch.undo()  # the real blocks
+    tokens = jax.ShapeDtypeStruct((1, 1000, 12, 192), dtype), jax.ShapeDtypeStruct((1, 1000, 12, 128), dtype)
+    positions = jax.ShapeDtypeStruct((1, 1000), jnp.int32)
+
+    def pulled_back(q, k, v, g, at):
+        return jax.vjp(lambda *x: attention(*x, scale=0.07, q_positions=at, kv_positions=at, impl="gpu"), q, k, v)[1](g)
+
+    q, v = tokens
+    card = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")  # without one, newer versions of jax look for a real card
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=card)
+    with target("gpu"), jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(pulled_back).trace(q, q, v, v, positions).lower(lowering_platforms=("cuda",)).as_text()
+    assert all(name in text for name in ("mla_forward", "mla_dq", "mla_dkv"))
+
+
+def test_sizes_that_no_tile_fits_are_refused_before_triton_sees_them():
+    q, k, v = draw()
+    with target("gpu"), pytest.raises(ValueError, match="powers of two from 16 on.* got keys of 40 and values of 16"):
+        attention(q[..., :40], k[..., :40], v, scale=1.0, **in_order(), impl="gpu")
+    with pytest.raises(ValueError, match="it is a kernel for gpu, and programs are compiled for cpu here"):
+        attention(q, k, v, scale=1.0, **in_order(), impl="gpu")
