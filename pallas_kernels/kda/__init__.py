@@ -3,9 +3,9 @@
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.kda import reference, step, xla
+from pallas_kernels.kda import reference, step, tpu, xla
 
-IMPLS = {"xla": xla, "reference": reference}
+IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
 STEP_IMPLS = {"xla": step}
 
 
@@ -19,6 +19,7 @@ def kda(
     *,
     reset: Bool[Array, "B T"] | None = None,
     start: Int32[Array, " B"] | None = None,
+    decay_floor: float | None = None,
     impl: str | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
     """Runs T tokens through the state: decay first, then the delta write, then the read.
@@ -29,15 +30,18 @@ def kda(
     log_decay  nats per token, <= 0, of any size: -inf forgets everything
     state      S after the previous call; zeros start a sequence
     reset      True: S is set to zero before this token (the first of a sequence in a packed row)
-    start      position in its sequence of each row's first token, 0 if None. Chunks begin at multiples of 64
+    start      position in its sequence of each row's first token, 0 if None. Chunks begin at multiples of 128
                of that position, so a sequence cut at such a multiple gives the bits of one pass over it;
                another cut gives the same up to rounding.
+    decay_floor  a promise that no log_decay is below it (K3: -5), which spares kernels work; None promises nothing.
+               Log decays below it may be taken for it. Without it a kernel may take those that leave less of the
+               state than its rounding (e^-20 with fp32 inputs, e^-10 with bf16) for such.
     Returns o in v's dtype and the last S. Sums run in fp32, and fp32 inputs are multiplied at full precision.
 
     A token with beta = 0, log_decay = 0 and k = 0 leaves the state as it was, bit for bit: this is how the
     caller pads. Its other inputs must still be finite (zero times NaN is NaN).
     """
-    return run("kda", IMPLS, impl, q, k, v, log_decay, beta, state, reset=reset, start=start)
+    return run("kda", IMPLS, impl, q, k, v, log_decay, beta, state, reset=reset, start=start, decay_floor=decay_floor)
 
 
 def kda_step(

@@ -20,8 +20,9 @@ def kda(
     *,
     reset: Bool[Array, "B T"] | None = None,
     start: Int32[Array, " B"] | None = None,
+    decay_floor: float | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
-    """The recurrence of `pallas_kernels.kda.kda`; `start` changes nothing, for there are no chunks."""
+    """The recurrence of `pallas_kernels.kda.kda`; `start` and `decay_floor` change nothing, for there are no chunks."""
 
     def token(S, x):
         q, k, v, log_decay, beta, reset = x

@@ -21,6 +21,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.kda.grid import on_grid
+
 FORGET = -1e30  # stands for -inf in sums of log decays, where 0 * inf would be NaN
 
 
@@ -38,30 +40,21 @@ def kda(
     *,
     reset: Bool[Array, "B T"] | None = None,
     start: Int32[Array, " B"] | None = None,
+    decay_floor: float | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
-    """See `pallas_kernels.kda.kda`. A reset is a decay to nothing, `start` adds inert tokens."""
-    T, C = q.shape[1], _chunk_size(q.shape[-1])
+    """See `pallas_kernels.kda.kda`. A reset is a decay to nothing, `start` adds inert tokens, `decay_floor` is not needed."""
+    C = _chunk_size(q.shape[-1])
     if reset is not None:
         log_decay = jnp.where(reset[:, :, None, None], FORGET, log_decay)
         state = jnp.where(reset[:, 0, None, None, None], 0, state)
-    tokens = q, k, v, log_decay, beta
-    if start is None:
-        o, state = _chunks([_pad(x, 0, -T % C) for x in tokens], state)
-        return o[:, :T], state
-    length = T + C - 1 + (1 - T) % C
-    skip = start % C
-    cut_row = jax.vmap(lax.dynamic_slice_in_dim, (0, 0, None))
-    o, state = _chunks([cut_row(_pad(x, C, length - T), C - skip, length) for x in tokens], state)
-    return cut_row(o, skip, T), state
+    tokens, off_grid = on_grid((q, k, v, log_decay, beta), start, C)
+    o, state = _chunks(tokens, state)
+    return off_grid(o), state
 
 
 def _chunk_size(K: int) -> int:
     """Tokens per chunk, a divisor of 64; bench.py says why these."""
     return 32 if K >= 64 else 16
-
-
-def _pad(x: Float[Array, "B T ..."], before: int, after: int) -> Float[Array, "B T2 ..."]:
-    return jnp.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
 
 
 @jax.custom_vjp
