@@ -16,15 +16,20 @@ from k3jax.checks import is_concrete
 from k3jax.config import K3Config
 from k3jax.packing import Packing
 from k3jax.plan import Segment
+from pallas_kernels.kda_decode import Pool
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KDAState:
-    """State after the last token and the inputs that the short convolutions of q, k, v still need, oldest first."""
+    """State after the last token and the inputs that the short convolutions of q, k, v still need, oldest first.
+
+    `at` slices nothing: it names the layer, so that decode updates the states of a stack where they lie.
+    """
 
     recurrent: Float[Array, "*n B H K V"]
     conv: Float[Array, "*n B 3 W HK"]  # W = conv width - 1
+    layer: Int[Array, ""] | None = None  # whose state is read and written, if several are stacked
 
     @classmethod
     def empty(cls, config: K3Config, batch: int, *stack: int) -> "KDAState":
@@ -36,12 +41,36 @@ class KDAState:
         )
 
     def at(self, layer: Int[Array, ""]) -> "KDAState":
-        """The state of one layer of a stack."""
-        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, layer, keepdims=False), self)
+        """The same states, of which `read`, `write` and `pool` see those of one layer of the stack."""
+        return replace(self, layer=layer)
 
     def put(self, layer: Int[Array, ""], new: "KDAState") -> "KDAState":
-        """The stack with that layer's state replaced, in the stack's dtypes."""
-        return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b.astype(a.dtype), layer, 0), self, new)
+        """The stack after `new`, which came from `at(layer)` and `write` or `pool`."""
+        return replace(new, layer=None)
+
+    def read(self) -> tuple[Float[Array, "B H K V"], Float[Array, "B 3 W HK"]]:
+        """State and inputs of one layer."""
+        if self.layer is None:
+            return self.recurrent, self.conv
+        return tuple(jax.lax.dynamic_index_in_dim(a, self.layer, keepdims=False) for a in (self.recurrent, self.conv))
+
+    def write(self, recurrent: Float[Array, "B H K V"], conv: Float[Array, "B 3 W HK"]) -> "KDAState":
+        """With that layer's state and inputs replaced, in the dtypes they have here."""
+        recurrent, conv = recurrent.astype(self.recurrent.dtype), conv.astype(self.conv.dtype)
+        if self.layer is not None:
+            put = jax.lax.dynamic_update_index_in_dim
+            recurrent, conv = put(self.recurrent, recurrent, self.layer, 0), put(self.conv, conv, self.layer, 0)
+        return replace(self, recurrent=recurrent, conv=conv)
+
+    def pool(self) -> tuple[Pool, Int[Array, " B"]]:
+        """All layers' states as slots of one pool, and the slot of each row in this layer."""
+        rows = jnp.arange(self.recurrent.shape[-4], dtype=jnp.int32)
+        flat = Pool(*(a.reshape(-1, *a.shape[-3:]) for a in (self.recurrent, self.conv)))
+        return flat, rows if self.layer is None else rows + self.layer * len(rows)
+
+    def with_pool(self, pool: Pool) -> "KDAState":
+        """With the states of `pool()` after an update."""
+        return replace(self, recurrent=pool.states.reshape(self.recurrent.shape), conv=pool.windows.reshape(self.conv.shape))
 
 
 @jax.tree_util.register_dataclass

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32
 
 from k3jax.cache import KDAState
 from k3jax.checks import require_hidden
@@ -15,7 +15,8 @@ from k3jax.norm import GatedRMSNorm, l2_normalize
 from k3jax.packing import Packing
 from k3jax.param import normal, param, zeros
 from pallas_kernels.conv1d import conv1d
-from pallas_kernels.kda import kda, kda_step
+from pallas_kernels.kda import kda
+from pallas_kernels.kda_decode import Projected, Weights, kda_decode
 
 
 def log_decay(
@@ -92,34 +93,43 @@ class KimiDeltaAttention(nnx.Module):
         # With a cache, a row is one sequence that goes on: nothing resets, and padding follows the tokens.
         resets, lengths = (packing.resets, None) if cache is None else (None, packing.lengths)
 
+        inputs = [getattr(self, f"{name}_proj")(x, packing) for name in "qkv"]
+        decay, beta = self.f_b_proj(self.f_a_proj(x, packing), packing), self.b_proj(x, packing)
+        gate = self.g_proj(x, packing) if self.config.kda.full_rank_gate else self.g_b_proj(self.g_a_proj(x, packing), packing)
+        if T == 1 and cache is not None:
+            y, state = self._decode(Projected(*(u[:, 0] for u in (*inputs, decay, beta, gate))), packing.valid[:, 0], cache)
+            return self.o_proj(y[:, None], packing), state
+
+        recurrent, conv = old.read()
         mixed, windows = [], []
-        for i, name in enumerate("qkv"):
-            u = getattr(self, f"{name}_proj")(x, packing)
+        for i, (name, u) in enumerate(zip("qkv", inputs, strict=True)):
             u = jnp.where(packing.valid[..., None], u, 0)
             weight = getattr(self, f"{name}_conv1d").weight[...]
-            u, window = conv1d(u, weight, old.conv[:, i].astype(u.dtype), reset=resets, lengths=lengths)
+            u, window = conv1d(u, weight, conv[:, i].astype(u.dtype), reset=resets, lengths=lengths)
             mixed.append(u.reshape(B, T, H, K))
             windows.append(window)
         q, k, v = mixed
 
-        z = (self.f_b_proj(self.f_a_proj(x, packing), packing).astype(jnp.float32) + self.dt_bias[...]).reshape(B, T, H, K)
+        z = (decay.astype(jnp.float32) + self.dt_bias[...]).reshape(B, T, H, K)
         inert = ~packing.valid[..., None, None]  # padding: k = beta = log decay = 0 leaves the state as it was
-        decay = jnp.where(inert, 0, log_decay(z, self.A_log[...], self.config.kda.decay_floor))
-        beta = jnp.where(inert[..., 0], 0, jax.nn.sigmoid(self.b_proj(x, packing).astype(jnp.float32)))
+        g = jnp.where(inert, 0, log_decay(z, self.A_log[...], self.config.kda.decay_floor))
+        beta = jnp.where(inert[..., 0], 0, jax.nn.sigmoid(beta.astype(jnp.float32)))
         q = l2_normalize(q) * K**-0.5
         k = jnp.where(inert, 0, l2_normalize(k))
-        state = old.recurrent.astype(jnp.float32)
-        if T == 1 and cache is not None:
-            o, state = kda_step(q[:, 0], k[:, 0], v[:, 0], decay[:, 0], beta[:, 0], state)
-            o = o[:, None]
-        else:
-            start = None if cache is None else packing.positions[:, 0]
-            o, state = kda(q, k, v, decay, beta, state, reset=resets, start=start)
-
-        gate = self.g_proj(x, packing) if self.config.kda.full_rank_gate else self.g_b_proj(self.g_a_proj(x, packing), packing)
+        start = None if cache is None else packing.positions[:, 0]
+        floor = self.config.kda.decay_floor
+        o, recurrent = kda(q, k, v, g, beta, recurrent.astype(jnp.float32), reset=resets, start=start, decay_floor=floor)
         y = self.o_norm(o, gate.reshape(B, T, H, K)).reshape(B, T, H * K)
-        state = KDAState(state.astype(old.recurrent.dtype), jnp.stack(windows, 1).astype(old.conv.dtype))
-        return self.o_proj(y, packing), state
+        return self.o_proj(y, packing), old.write(recurrent, jnp.stack(windows, 1))
+
+    def _decode(self, x: Projected, active: Bool[Array, " B"], cache: KDAState) -> tuple[Float[Array, "B HK"], KDAState]:
+        """One token per row, from the projections to the gated output; rows that are not active keep their state."""
+        taps = jnp.stack([getattr(self, f"{name}_conv1d").weight[...].T for name in "qkv"])
+        weights = Weights(taps, self.A_log[...], self.dt_bias[...], self.o_norm.weight[...])
+        pool, slots = cache.pool()
+        floor, eps = self.config.kda.decay_floor, self.config.norm_eps
+        y, pool = kda_decode(x, weights, pool, jnp.where(active, slots, -1), decay_floor=floor, eps=eps)
+        return y, cache.with_pool(pool)
 
 
 def _init_a_log(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
