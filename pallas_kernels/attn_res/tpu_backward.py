@@ -101,13 +101,14 @@ def _kernel(eps: float, N: int, free: Any, *refs: Any) -> None:
         def group(at: Any) -> None:
             p, along_weight, along_v = dot[n, at], square[n, at], third[n, at]
 
-            def lanes(j: Any, _: None) -> None:
+            def channels(j: Any, _: None) -> None:
                 v = sources[n][at, j].astype(jnp.float32)
-                dv = p * g[at, j] + along_weight * weight[:, j] - along_v * v
-                sums[0, :, j] += along_weight * v
+                w = tile.wide(along_weight, v)
+                dv = tile.wide(p, v) * g[at, j] + w * weight[:, j] - tile.wide(along_v, v) * v
+                sums[0, :, j] += w * v
                 out[at, j] = (dv if n == N else dv + out[at, j].astype(jnp.float32)).astype(out.dtype)
 
-            tile.over_lanes(D, lanes)
+            tile.over_channels(D, channels)
 
         tile.each_group(rows, group)
 
@@ -132,9 +133,9 @@ def _norm_gradient(eps: float, mix: Any, dy: Any, norm_weight: Any, dnorm_weight
     def sums(at: Any) -> None:
         def add(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             h = tile.rounded(mix[at, j], dy.dtype)
-            return carry[0] + h * h, carry[1] + dy[at, j].astype(jnp.float32) * norm_weight[:, j] * h
+            return carry[0] + tile.fold(h * h), carry[1] + tile.fold(dy[at, j].astype(jnp.float32) * norm_weight[:, j] * h)
 
-        square[at], along[at] = tile.over_lanes(D, add, (tile.zeros(), tile.zeros()))
+        square[at], along[at] = tile.over_channels(D, add, (tile.zeros(), tile.zeros()))
 
     tile.each_group(rows, sums)
     s = jax.lax.rsqrt(tile.column(square[...]) / D + eps)
@@ -144,12 +145,12 @@ def _norm_gradient(eps: float, mix: Any, dy: Any, norm_weight: Any, dnorm_weight
     def gradient(at: Any) -> None:
         s, along_h = square[at], along[at]
 
-        def lanes(j: Any, _: None) -> None:
+        def channels(j: Any, _: None) -> None:
             d, h = dy[at, j].astype(jnp.float32), tile.rounded(mix[at, j], dy.dtype)
-            dnorm_weight[:, j] += d * tile.rounded(h * s, dy.dtype)
-            mix[at, j] = s * (d * norm_weight[:, j] - h * along_h)
+            dnorm_weight[:, j] += d * tile.rounded(h * tile.wide(s, h), dy.dtype)
+            mix[at, j] = tile.wide(s, h) * (d * norm_weight[:, j] - h * tile.wide(along_h, h))
 
-        tile.over_lanes(D, lanes)
+        tile.over_channels(D, channels)
 
     tile.each_group(rows, gradient)
 
@@ -164,9 +165,9 @@ def _score_gradient(
     def dprob(n: int) -> None:
         def group(at: Any) -> None:
             def add(j: Any, total: Array) -> Array:
-                return total + g[at, j] * sources[n][at, j].astype(jnp.float32)
+                return total + tile.fold(g[at, j] * sources[n][at, j].astype(jnp.float32))
 
-            p[n, at] = tile.over_lanes(D, add, tile.zeros())
+            p[n, at] = tile.over_channels(D, add, tile.zeros())
 
         tile.each_group(rows, group)
 

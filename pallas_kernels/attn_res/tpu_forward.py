@@ -58,9 +58,9 @@ def _kernel(eps: float, N: int, free: Any, *refs: Any) -> None:
     def squares(at: Any) -> None:
         def add(j: Any, total: Array) -> Array:
             h = tile.rounded(mix[at, j], y.dtype)
-            return total + h * h
+            return total + tile.fold(h * h)
 
-        square[0, at] = tile.over_lanes(D, add, tile.zeros())
+        square[0, at] = tile.over_channels(D, add, tile.zeros())
 
     tile.each_group(rows, squares)
     square[0] = tile.spread(jax.lax.rsqrt(tile.column(square[0]) / D + eps))
@@ -69,9 +69,10 @@ def _kernel(eps: float, N: int, free: Any, *refs: Any) -> None:
         s = square[0, at]
 
         def write(j: Any, _: None) -> None:
-            quotient = tile.rounded(tile.rounded(mix[at, j], y.dtype) * s, y.dtype)
+            h = tile.rounded(mix[at, j], y.dtype)
+            quotient = tile.rounded(h * tile.wide(s, h), y.dtype)
             y[at, j] = (quotient * norm_weight[:, j]).astype(y.dtype)
 
-        tile.over_lanes(D, write)
+        tile.over_channels(D, write)
 
     tile.each_group(rows, norm)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 LANES = 128
 GROUP = 16  # tokens that the loops take at once: those of one packed bf16 register
-UNROLL = 14  # registers' widths of channels that a loop step takes at most
+WIDTH = 8  # registers' widths of channels that a loop step takes at most
 VMEM = 24 * 2**20  # bytes that tiles may take
 LIMIT = 32 * 2**20  # bytes that a kernel may take with all that the compiler adds; every generation has 64 MiB or more
 
@@ -89,17 +89,17 @@ def each_group(rows: int, body: Callable[[Any], None]) -> None:
     jax.lax.fori_loop(0, rows // GROUP, step, None)
 
 
-def over_lanes(D: int, body: Callable[..., Any], carry: Any = None) -> Any:
-    """carry = body(j, carry) for LANES channels at a time."""
-    steps = D // LANES
-    unroll = max(n for n in range(1, UNROLL + 1) if steps % n == 0)
+def over_channels(D: int, body: Callable[..., Any], carry: Any = None) -> Any:
+    """carry = body(j, carry) for a few registers' widths of channels at a time.
+
+    Each array is loaded and stored as a whole: addresses are then constants from one base, and no load waits for a store.
+    """
+    width = LANES * max(n for n in range(1, WIDTH + 1) if D // LANES % n == 0)
 
     def step(i: Array, carry: Any) -> Any:
-        for k in range(unroll):
-            carry = body(pl.ds(pl.multiple_of((i * unroll + k) * LANES, LANES), LANES), carry)
-        return carry
+        return body(pl.ds(pl.multiple_of(i * width, width), width), carry)
 
-    return jax.lax.fori_loop(0, steps // unroll, step, carry)
+    return jax.lax.fori_loop(0, D // width, step, carry)
 
 
 def zeros() -> Float32[Array, "16 128"]:
@@ -112,6 +112,17 @@ def column(partial_sums: Float32[Array, "rows 128"]) -> Column:
 
 def spread(x: Column) -> Float32[Array, "rows 128"]:
     return jnp.broadcast_to(x, (x.shape[0], LANES))
+
+
+def fold(x: Float32[Array, "rows C"]) -> Float32[Array, "rows 128"]:
+    """Sums of every 128th channel."""
+    parts = [x[:, j : j + LANES] for j in range(0, x.shape[1], LANES)]
+    return sum(parts[1:], parts[0])
+
+
+def wide(x: Float32[Array, "rows 128"], like: Float32[Array, "rows C"]) -> Float32[Array, "rows C"]:
+    """x, equal in all lanes, over the channels of `like`; costs nothing."""
+    return jnp.concatenate([x] * (like.shape[1] // LANES), 1)
 
 
 def rounded(x: Float32[Array, "*S"], dtype: Any) -> Float32[Array, "*S"]:
@@ -131,9 +142,9 @@ def softmax(
         def group(at: Any) -> None:
             def add(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
                 v = sources[n][at, j].astype(jnp.float32)
-                return carry[0] + v * weight[:, j], carry[1] + v * v
+                return carry[0] + fold(v * weight[:, j]), carry[1] + fold(v * v)
 
-            dot[n, at], square[n, at] = over_lanes(D, add, (zeros(), zeros()))
+            dot[n, at], square[n, at] = over_channels(D, add, (zeros(), zeros()))
 
         each_group(rows, group)
 
@@ -158,11 +169,12 @@ def weighted_sum(count: Array, sources: Sequence[Any], factor: Any, total: Any) 
         def group(at: Any) -> None:
             f = factor[n, at]
 
-            def lanes(j: Any, _: None) -> None:
-                term = f * sources[n][at, j].astype(jnp.float32)
+            def channels(j: Any, _: None) -> None:
+                v = sources[n][at, j].astype(jnp.float32)
+                term = wide(f, v) * v
                 total[at, j] = term if n == N else total[at, j] + term
 
-            over_lanes(D, lanes)
+            over_channels(D, channels)
 
         each_group(rows, group)
 
