@@ -5,7 +5,8 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.attn_res import reference, tpu, xla
 from pallas_kernels.dispatch import run
 
-IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
+IMPLS = {"xla": xla, "reference": reference}
+NORM_IMPLS = {"tpu": tpu, **IMPLS}
 
 
 def attn_res(
@@ -52,4 +53,4 @@ def attn_res_norm(
     Returns y in the dtype of prefix, and `blocks` as given. Let later readers of the blocks take these: the gradient of
     the blocks then passes through here, where this call adds its share to the slots in use, without another pass.
     """
-    return run("attn_res_norm", IMPLS, impl, prefix, blocks, count, weight, norm_weight, eps=eps)
+    return run("attn_res_norm", NORM_IMPLS, impl, prefix, blocks, count, weight, norm_weight, eps=eps)

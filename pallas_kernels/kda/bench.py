@@ -1,79 +1,64 @@
-"""Times Kimi Delta Attention: python -m pallas_kernels.kda.bench --shape k3_tp12
+"""Kimi Delta Attention at K3's sizes as one device sees them: 8192 tokens, 12 or 24 of its 96 heads, K = V = 128, bf16.
 
-What to expect: multiply-adds per token and head of the chunked form, for K = V = 128 and chunks of C = 32,
+The least work, per token and head:
 
-    reads and writes of the state     3 K V                        49 k
-    pairs, one product per level      2 C K log2 C                 41 k
-    sums of log decays                C K (log2 C + 2)             29 k
-    A w and the inverse's products    2 C V + 2 C^2 (log2 C - 1)   16 k
+    FLOPs, forward   6 K V: the state is read for k and for q and written once. A chunk of C tokens adds 2 C (K + V), the lower
+                     triangles of its products; so the recurrence itself, C = 1, needs the least.
+    FLOPs, backward  12 K V more: two products for each of the forward
+    bytes, forward   2 (2 K + 2 V) + 4 K + 4: q, k, v and o in bf16, log_decay and beta in fp32
+    bytes, backward  2 (4 K + 3 V) + 2 (4 K + 4) more: the inputs again, for the gradient of o exists only once o has left the
+                     chip, with that of o; and the gradients of the inputs
 
-135 k, so 8.9 GFLOP at T = 4096, H = 8: 0.09 s at the 100 GFLOP/s that XLA reaches in batched products of
-this size on two cores, to which passes over [C, K] arrays add half. The backward repeats the forward and
-does twice its work. The recurrence passes about five times over a state of K V numbers per token, 10 GB
-here, and stores one state per token for its backward: 4096 of 0.5 MB. The chunked form stores one per
-chunk: 128, or 67 MB. For H = 96 that is 0.8 GB, as much as q, k, v and log_decay take.
-
-Why C = 32 for K >= 64: C = 64 stores half as many states but takes 20 to 40 % longer; C = 16 is a tenth
-faster forward and no faster with its backward, and stores twice as many. Where K is smaller a state is as
-small as a chunk and C = 16 is the fastest.
+The states at both ends are some KB per token less than that and left out. "backward" is one jax.vjp, forward and backward.
 """
 
-import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from pallas_kernels.kda import IMPLS, kda
-from pallas_kernels.kda.shapes import SHAPES, draw
+from pallas_kernels.aot.bench import main
+from pallas_kernels.aot.case import Built, Case, array
+from pallas_kernels.kda import kda
 
-
-def measure(f: Callable, inputs: tuple[jax.Array, ...], repeats: int) -> tuple[float, float]:
-    """Seconds of the best of `repeats` calls (fewer where one takes long), and MB of temporary memory."""
-    compiled = jax.jit(f).lower(*inputs).compile()
-    jax.block_until_ready(compiled(*inputs))
-    times = []
-    while len(times) < repeats and sum(times) < 5:
-        begin = time.perf_counter()
-        jax.block_until_ready(compiled(*inputs))
-        times.append(time.perf_counter() - begin)
-    memory: Any = compiled.memory_analysis()
-    return min(times), memory.temp_size_in_bytes / 1e6
+T, K, V = 8192, 128, 128
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.kda.bench",
-        description="Times each implementation of Kimi Delta Attention; `reference` is the scan over tokens.",
+def build(impl: str, *, H: int, gradients: bool, decay_floor: float | None) -> Built:
+    def bounded(log_decay: Array) -> Array:
+        return -jnp.abs(log_decay) if decay_floor is None else jnp.maximum(-jnp.abs(log_decay), decay_floor)
+
+    op: Callable[..., Any] = partial(kda, impl=impl, decay_floor=decay_floor)
+    bf16, fp32 = (partial(array, dtype=dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    inputs = (*(bf16(1, T, H, size) for size in (K, K, V)), fp32(1, T, H, K), fp32(1, T, H), fp32(1, H, K, V))
+    if not gradients:
+        return op, inputs
+    return lambda do, dstate, *inputs: jax.vjp(op, *inputs)[1]((do, dstate)), (inputs[2], inputs[5], *inputs)
+
+
+def case(H: int, gradients: bool, decay_floor: float | None, limit: float | None) -> Case:
+    flops, moved = 6 * K * V, 2 * (2 * K + 2 * V) + 4 * K + 4
+    if gradients:
+        flops, moved = flops + 12 * K * V, moved + 2 * (4 * K + 3 * V) + 2 * (4 * K + 4)
+    return Case(
+        partial(build, H=H, gradients=gradients, decay_floor=decay_floor),
+        flops=T * H * flops,
+        bytes=T * H * moved,
+        limit={chip: limit for chip in ("v5p", "tpu7x")} if limit else {},
     )
-    parser.add_argument("--shape", choices=SHAPES, default="k3_tp12", help="sizes from shapes.py")
-    parser.add_argument(
-        "--impls", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to time"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="calls to take the best of")
-    args = parser.parse_args()
 
-    shape = SHAPES[args.shape]
-    inputs = tuple(map(jnp.asarray, draw(shape)))
-    print(f"{args.shape} {shape} fp32 on {jax.devices()[0].device_kind}; ratios: reference / implementation")
-    print(
-        f"{'impl':10} {'fwd s':>9} {'fwd+bwd s':>10} {'temp MB':>9} {'fwd':>7} {'fwd+bwd':>8} {'memory':>7}"
-    )
-    rows = {}
-    for name in sorted(args.impls, key=lambda name: name != "reference"):
-        op = partial(kda, impl=name)
-        gradients = jax.grad(lambda *x, op=op: sum(jnp.vdot(y, y) for y in op(*x)), range(len(inputs)))
-        forward, _ = measure(op, inputs, args.repeats)
-        rows[name] = forward, *measure(gradients, inputs, args.repeats)
-        line = f"{name:10} {rows[name][0]:9.4f} {rows[name][1]:10.4f} {rows[name][2]:9.1f}"
-        if "reference" in rows:
-            ratios = [slow / own for slow, own in zip(rows["reference"], rows[name], strict=True)]
-            line += " {:6.1f}x {:7.1f}x {:6.1f}x".format(*ratios)
-        print(line, flush=True)
 
+CASES = {
+    "forward_12_heads": case(12, False, -5, 3.0),
+    "backward_12_heads": case(12, True, -5, 4.0),
+    "forward_24_heads": case(24, False, -5, None),
+    "backward_24_heads": case(24, True, -5, None),
+    "forward_12_unbounded": case(12, False, None, None),
+    "backward_12_unbounded": case(12, True, None, None),
+}
 
 if __name__ == "__main__":
-    main()
+    main("pallas_kernels.kda.bench", CASES, __doc__)

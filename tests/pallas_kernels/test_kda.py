@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 
@@ -14,16 +15,37 @@ import pytest
 from safetensors.numpy import load_file
 
 from pallas_kernels.kda import IMPLS, kda, kda_step, shapes
+from pallas_kernels.target import target
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = json.loads((GOLDEN / "kda_op_cases.json").read_text())
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
-each_impl = pytest.mark.parametrize("impl", IMPLS)
+# Compiling the interpreted TPU kernels takes most of a test's time: the fast tests of them, of one shape, are in test_kda_tpu.py.
+each_impl = pytest.mark.parametrize("impl", [pytest.param(i, marks=pytest.mark.slow) if i == "tpu" else i for i in IMPLS])
+
+
+@pytest.fixture(autouse=True)
+def interpreted(request):
+    """Kernels for other machines run in Pallas's interpreter."""
+    impl = request.node.callspec.params.get("impl") if hasattr(request.node, "callspec") else None
+    with target(impl, interpret=True) if impl == "tpu" else nullcontext():
+        yield
+
+
+def run(*inputs, impl, **kwargs):
+    """`kda`, of heads as large as the implementation takes: their further channels are zeros."""
+    K, V = inputs[5].shape[2:]
+    more = {"K": -K % 128, "V": -V % 128} if impl == "tpu" else {"K": 0, "V": 0}
+    axes = ("K", "K", "V", "K", "", "KV")
+    wide = [jnp.pad(x, [(0, 0)] * (x.ndim - len(end)) + [(0, more[a]) for a in end])
+            for x, end in zip(inputs, axes, strict=True)]
+    o, state = kda(*wide, impl=impl, **kwargs)
+    return o[..., :V], state[:, :, :K, :V]
 
 
 @cache
 def forward(impl):
-    return jax.jit(partial(kda, impl=impl))
+    return jax.jit(partial(run, impl=impl))
 
 
 @cache
@@ -31,7 +53,7 @@ def gradients(impl):
     """(inputs, cotangents of o and of the last state) -> gradients by name of input."""
 
     def pulled_back(inputs, cotangents, reset=None, start=None):
-        _, pull = jax.vjp(lambda *x: kda(*x, reset=reset, start=start, impl=impl), *inputs)
+        _, pull = jax.vjp(lambda *x: run(*x, reset=reset, start=start, impl=impl), *inputs)
         return dict(zip(NAMES, pull(cotangents), strict=True))
 
     return jax.jit(pulled_back)
@@ -407,7 +429,7 @@ def test_bf16_inputs_are_computed_in_fp32(impl):
 @each_impl
 def test_vmap_equals_calls_one_by_one(impl):
     inputs = draw(3, 20, 2, 16, 16)
-    got = jax.jit(jax.vmap(lambda *x: kda(*x, impl=impl)))(*(x[:, None] for x in inputs))
+    got = jax.jit(jax.vmap(partial(run, impl=impl)))(*(x[:, None] for x in inputs))
     assert_near(jax.tree.map(lambda x: x[:, 0], got), forward(impl)(*inputs), 1e-6)
 
 
@@ -448,5 +470,5 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 
 
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="Choose one of xla, reference"):
+    with pytest.raises(ValueError, match="Choose one of tpu, xla, reference"):
         kda(*draw(1, 2, 1, 4, 4), impl="cuda")

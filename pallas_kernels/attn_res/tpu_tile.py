@@ -1,0 +1,182 @@
+"""What both TPU kernels of the mix share: how tokens become tiles, loops over a tile, scores, softmax and weighted sum.
+
+A grid step holds `rows` tokens of every source in VMEM. Each slot is an operand of its own, so that the index map of one that
+is not in use can stay at one place: it is copied once in all, and no work is done for it. The number of slots comes in as
+those that are free. (The compiler's static estimate takes prefetched numbers as zero; so it shows all slots in use.)
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32
+
+LANES = 128
+GROUP = 16  # tokens that the loops take at once: those of one packed bf16 register
+WIDTH = 8  # registers' widths of channels that a loop step takes at most
+VMEM = 24 * 2**20  # bytes that tiles may take
+LIMIT = 32 * 2**20  # bytes that a kernel may take with all that the compiler adds; every generation has 64 MiB or more
+
+Column = Float32[Array, "rows 1"]  # one number per token
+
+
+def rows_per_step(tokens: int, bytes_per_token: int) -> int:
+    """Tokens of a grid step: a divisor of `tokens`, itself a multiple of GROUP, that leaves four steps where it can."""
+    rows = GROUP
+    while tokens % (2 * rows) == 0 and 2 * rows * bytes_per_token <= VMEM and tokens >= 8 * rows:
+        rows *= 2
+    return rows
+
+
+def flat(x: Float[Array, "*N B T D"]) -> Float[Array, "*N R D"]:
+    """Tokens of all batch rows in one axis, padded to a multiple of GROUP."""
+    x = x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
+    more = -x.shape[-2] % GROUP
+    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, more), (0, 0)]) if more else x
+
+
+def source_specs(N: int, rows: int, D: int) -> list[pl.BlockSpec]:
+    """For `blocks` N times, then the prefix."""
+
+    def slot(n: int) -> pl.BlockSpec:
+        def index(i: Array, free: Any) -> tuple[Any, Any, int]:
+            used = n < N - free[0]
+            return jnp.where(used, n, 0), jnp.where(used, i, 0), 0
+
+        return pl.BlockSpec((None, rows, D), index)
+
+    return [*map(slot, range(N)), token_spec(rows, D)]
+
+
+def token_spec(rows: int, D: int) -> pl.BlockSpec:
+    return pl.BlockSpec((rows, D), lambda i, free: (i, 0))
+
+
+def weight_spec(D: int) -> pl.BlockSpec:
+    return pl.BlockSpec((1, D), lambda i, free: (0, 0))
+
+
+def scratch(*shape: int) -> Any:
+    return pltpu.VMEM(shape, jnp.float32)
+
+
+def params() -> Any:
+    return pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=LIMIT)
+
+
+def each_slot(N: int, count: Array, f: Callable[[int], None]) -> None:
+    """f(n) for slots in use."""
+    for n in range(N):
+        pl.when(n < count)(partial(f, n))
+
+
+def each_source(N: int, count: Array, f: Callable[[int], None]) -> None:
+    """f(n) for slots in use, then for the prefix, which is source N."""
+    each_slot(N, count, f)
+    f(N)
+
+
+def each_group(rows: int, body: Callable[[Any], None]) -> None:
+    """body(at) for GROUP tokens at a time."""
+
+    def step(i: Array, carry: None) -> None:
+        body(pl.ds(pl.multiple_of(i * GROUP, GROUP), GROUP))
+
+    jax.lax.fori_loop(0, rows // GROUP, step, None)
+
+
+def over_channels(D: int, body: Callable[..., Any], carry: Any = None) -> Any:
+    """carry = body(j, carry) for a few registers' widths of channels at a time.
+
+    Each array is loaded and stored as a whole: addresses are then constants from one base, and no load waits for a store.
+    """
+    width = LANES * max(n for n in range(1, WIDTH + 1) if D // LANES % n == 0)
+
+    def step(i: Array, carry: Any) -> Any:
+        return body(pl.ds(pl.multiple_of(i * width, width), width), carry)
+
+    return jax.lax.fori_loop(0, D // width, step, carry)
+
+
+def zeros() -> Float32[Array, "16 128"]:
+    return jnp.zeros((GROUP, LANES), jnp.float32)
+
+
+def column(partial_sums: Float32[Array, "rows 128"]) -> Column:
+    return jnp.sum(partial_sums, -1, keepdims=True)
+
+
+def spread(x: Column) -> Float32[Array, "rows 128"]:
+    return jnp.broadcast_to(x, (x.shape[0], LANES))
+
+
+def fold(x: Float32[Array, "rows C"]) -> Float32[Array, "rows 128"]:
+    """Sums of every 128th channel."""
+    parts = [x[:, j : j + LANES] for j in range(0, x.shape[1], LANES)]
+    return sum(parts[1:], parts[0])
+
+
+def wide(x: Float32[Array, "rows 128"], like: Float32[Array, "rows C"]) -> Float32[Array, "rows C"]:
+    """x, equal in all lanes, over the channels of `like`; costs nothing."""
+    return jnp.concatenate([x] * (like.shape[1] // LANES), 1)
+
+
+def rounded(x: Float32[Array, "*S"], dtype: Any) -> Float32[Array, "*S"]:
+    return x.astype(dtype).astype(jnp.float32)
+
+
+def softmax(
+    eps: float, count: Array, sources: Sequence[Any], weight: Any, dot: Any, square: Any
+) -> tuple[list[Column], list[Column], list[Column]]:
+    """Probabilities, scores and r of the sources; 0, -inf and 0 for slots not in use.
+
+    dot, square  [N + 1, rows, 128] to hold partial sums over D of v weight and v**2
+    """
+    N, (rows, D) = len(sources) - 1, sources[-1].shape
+
+    def sums(n: int) -> None:
+        def group(at: Any) -> None:
+            def add(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                v = sources[n][at, j].astype(jnp.float32)
+                return carry[0] + fold(v * weight[:, j]), carry[1] + fold(v * v)
+
+            dot[n, at], square[n, at] = over_channels(D, add, (zeros(), zeros()))
+
+        each_group(rows, group)
+
+    each_source(N, count, sums)
+    r = [jax.lax.rsqrt(column(square[n]) / D + eps) for n in range(N + 1)]
+    score = [column(dot[n]) * r[n] for n in range(N + 1)]
+    for n in range(N):
+        score[n], r[n] = jnp.where(n < count, score[n], -jnp.inf), jnp.where(n < count, r[n], 0.0)
+    top = score[N]
+    for s in score[:N]:
+        top = jnp.maximum(top, s)
+    exponential = [jnp.exp(s - top) for s in score]
+    total = sum(exponential[:N], exponential[N])
+    return [e / total for e in exponential], score, r
+
+
+def weighted_sum(count: Array, sources: Sequence[Any], factor: Any, total: Any) -> None:
+    """total = sum_n factor_n v_n, with factors spread over lanes."""
+    N, (rows, D) = len(sources) - 1, sources[-1].shape
+
+    def add(n: int) -> None:
+        def group(at: Any) -> None:
+            f = factor[n, at]
+
+            def channels(j: Any, _: None) -> None:
+                v = sources[n][at, j].astype(jnp.float32)
+                term = wide(f, v) * v
+                total[at, j] = term if n == N else total[at, j] + term
+
+            over_channels(D, channels)
+
+        each_group(rows, group)
+
+    add(N)
+    each_slot(N, count, add)
