@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
+FILL, SPILL = "VLOAD:FILL", "VSTORE:SPILL"
 _VMEM = re.compile(r"#allocation\d+ \[shape = .*space=vmem, size = (0x[0-9a-f]+)")
 
 
@@ -21,10 +21,11 @@ def read(folder: Path, kernel: str) -> Schedule | None:
     if not table:
         return None
     lines = table[-1].read_text().splitlines()
+    units = [unit.strip() for unit in lines[1].split(",")]
     capacity = [int(x) for x in lines[2].split()]
     rows = [[int(x) for x in line.split()] for line in lines[4:] if line.strip()]
-    used = dict(zip(UNITS, map(sum, zip(*rows, strict=True)), strict=True))
-    shares = {unit: used[unit] / (slots * len(rows)) for unit, slots in zip(UNITS, capacity, strict=True)}
+    used = dict(zip(units, map(sum, zip(*rows, strict=True)), strict=True))
+    shares = {unit: used[unit] / (slots * len(rows)) for unit, slots in zip(units, capacity, strict=True) if ":" not in unit}
     allocations = "".join(path.read_text() for path in folder.glob(f"*-{kernel}-00-*"))
     vmem = sum(int(size, 16) for size in _VMEM.findall(allocations))
-    return Schedule(len(rows), {u: shares[u] for u in UNITS if u not in ("FILL", "SPILL")}, used["FILL"] + used["SPILL"], vmem)
+    return Schedule(len(rows), shares, used[FILL] + used[SPILL], vmem)
