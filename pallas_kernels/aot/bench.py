@@ -89,8 +89,8 @@ def report(module: str, chip: str, cases: Mapping[str, Case], jobs: Sequence[est
             continue
         seconds = max(result["cycles"] / facts.clock, case.bytes / facts.hbm)
         if seconds < 0.95 * least:
-            print(f"{line}{result['cycles']:10d} {'':8} {1e3 * least:8.3f}  no estimate: loops whose lengths it reads from memory "
-                  "count as none", flush=True)
+            note = "no estimate: loops whose lengths it reads from memory count as none"
+            print(f"{line}{result['cycles']:10d} {'':8} {1e3 * least:8.3f}  {note}", flush=True)
             continue
         limit = case.limit.get(chip)
         kernels = list(result["kernels"].values())

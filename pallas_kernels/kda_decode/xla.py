@@ -27,12 +27,13 @@ def kda_decode(
     q, k, v = heads
     z = (x.decay.astype(jnp.float32) + weights.dt_bias).reshape(-1, H, K)
     beta = jax.nn.sigmoid(x.beta.astype(jnp.float32))
-    o, state = kda_step(_unit(q) * K**-0.5, _unit(k), v, log_decay(z, weights.A_log, decay_floor), beta, old.states.astype(jnp.float32))
+    decay = log_decay(z, weights.A_log, decay_floor)
+    o, state = kda_step(_unit(q) * K**-0.5, _unit(k), v, decay, beta, old.states.astype(jnp.float32))
     y = _normalize(o, eps) * weights.o_norm * jax.nn.sigmoid(x.gate.astype(jnp.float32)).reshape(-1, H, K)
     y = jnp.where(slots[:, None] < 0, 0, y.reshape(x.gate.shape)).astype(x.gate.dtype)
     where = jnp.where(slots < 0, len(pool.states) + jnp.arange(len(slots)), slots)  # beyond the pool: dropped
-    new = Pool(state, jnp.stack(windows, axis=1))
-    return y, Pool(*(a.at[where].set(b.astype(a.dtype), mode="drop", unique_indices=True) for a, b in zip(pool, new, strict=True)))
+    new = (b.astype(a.dtype) for a, b in zip(pool, (state, jnp.stack(windows, axis=1)), strict=True))
+    return y, Pool(*(a.at[where].set(b, mode="drop", unique_indices=True) for a, b in zip(pool, new, strict=True)))
 
 
 def log_decay(z: Float32[Array, "N H K"], A_log: Float32[Array, "H"], floor: float | None) -> Float32[Array, "N H K"]:
