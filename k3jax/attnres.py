@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from k3jax.config import K3Config
 from k3jax.norm import RMSNorm
 from k3jax.param import normal, param
-from pallas_kernels.attn_res import attn_res
+from pallas_kernels.attn_res import attn_res, attn_res_norm
 
 
 class ResidualScore(nnx.Module):
@@ -29,8 +29,17 @@ class AttentionResidual(nnx.Module):
         self, prefix: Float[Array, "B T D"], blocks: Float[Array, "N B T D"], count: Int[Array, ""] | int
     ) -> Float[Array, "B T D"]:
         """Only the first `count` of the N slots are read; 0 returns `prefix`."""
-        weight = self.norm.weight[...].astype(jnp.float32) * self.proj.weight[...].astype(jnp.float32)
-        return attn_res(prefix, blocks, count, weight, eps=self.norm.eps)
+        return attn_res(prefix, blocks, count, self._weight, eps=self.norm.eps)
+
+    def normed(
+        self, prefix: Float[Array, "B T D"], blocks: Float[Array, "N B T D"], count: Int[Array, ""] | int, norm: RMSNorm
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "N B T D"]]:
+        """norm(mix), and the blocks for whoever reads them next (`pallas_kernels.attn_res.attn_res_norm`)."""
+        return attn_res_norm(prefix, blocks, count, self._weight, norm.weight[...], eps=norm.eps)
+
+    @property
+    def _weight(self) -> Float32[Array, " D"]:
+        return self.norm.weight[...].astype(jnp.float32) * self.proj.weight[...].astype(jnp.float32)
 
 
 def snapshot(

@@ -59,17 +59,18 @@ class Layer(nnx.Module):
         whose output then starts the next sum.
         """
         prefix, blocks = stream
-        h, size = prefix, self.block_size
-        if blocks is not None and size is not None:
-            h = self.self_attention_res(prefix, blocks, (index + size - 1) // size)
-            blocks = snapshot(blocks, prefix, index, size)
-        a, state = self.self_attn(self.input_layernorm(h), packing, cache)
-        if blocks is not None and size is not None:
-            prefix = jnp.where(index % size == 0, a, prefix + a)
-            h = self.mlp_res(prefix, blocks, index // size + 1)
+        size = self.block_size
+        if blocks is None or size is None:
+            a, state = self.self_attn(self.input_layernorm(prefix), packing, cache)
+            prefix = prefix + a
+            h = self.post_attention_layernorm(prefix)
         else:
-            h = prefix = prefix + a
-        f, routing = self.feed_forward(self.post_attention_layernorm(h), packing, picks, histogram)
+            h, blocks = self.self_attention_res.normed(prefix, blocks, (index + size - 1) // size, self.input_layernorm)
+            blocks = snapshot(blocks, prefix, index, size)
+            a, state = self.self_attn(h, packing, cache)
+            prefix = jnp.where(index % size == 0, a, prefix + a)
+            h, blocks = self.mlp_res.normed(prefix, blocks, index // size + 1, self.post_attention_layernorm)
+        f, routing = self.feed_forward(h, packing, picks, histogram)
         return Residuals(prefix + f, blocks), state, routing
 
     def feed_forward(

@@ -49,10 +49,10 @@ class TextModel(nnx.Module):
     ) -> Output:
         x = jnp.where(packing.valid[..., None], x, 0)  # whatever padding holds, NaN included, ends here
         stream, cache, routing = self.layers(x, packing, cache, picks, histogram)
-        h = stream.prefix
-        if stream.blocks is not None:
-            h = self.output_attn_res(h, stream.blocks, self.config.num_blocks)
-        return Output(self.norm(h), cache, routing)
+        if stream.blocks is None:
+            return Output(self.norm(stream.prefix), cache, routing)
+        h, _ = self.output_attn_res.normed(stream.prefix, stream.blocks, self.config.num_blocks, self.norm)
+        return Output(h, cache, routing)
 
 
 class K3(nnx.Module):

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +90,14 @@ def unrolled(official, files):
 
             return call
 
-        parts = {
-            "input_layernorm": ("attn_mix", "attn_in"), "self_attn": ("attn_in", "attn"),
-            "post_attention_layernorm": ("ffn_mix", "ffn_in"), "feed_forward": ("ffn_in", "ffn"),
-        }
+        parts = {"self_attn": ("attn_in", "attn"), "feed_forward": ("ffn_in", "ffn")}
+        if stream.blocks is None:
+            parts |= {"input_layernorm": ("attn_mix", "attn_in"), "post_attention_layernorm": ("ffn_mix", "ffn_in")}
         for part, (before, after) in parts.items():
             object.__setattr__(layer, part, spy(getattr(layer, part), before, after))
+        if stream.blocks is not None:
+            for part, name in (("self_attention_res", "attn_mix"), ("mlp_res", "ffn_mix")):
+                object.__setattr__(layer, part, spied_mix(getattr(layer, part), name, seen))
         if layer.is_moe:
             moe = layer.block_sparse_moe
             object.__setattr__(moe, "gate", spied_router(moe.gate, seen))
@@ -102,6 +105,13 @@ def unrolled(official, files):
         seen["attn_out"], seen["state"] = seen.pop("attn")
         seen["ffn_out"], _ = seen.pop("ffn")
         return stream, {**seen, "hidden_out": stream.prefix}
+
+    def spied_mix(residual, name, seen):
+        def normed(prefix, blocks, count, norm):
+            seen[name] = residual(prefix, blocks, count)
+            return residual.normed(prefix, blocks, count, norm)
+
+        return SimpleNamespace(normed=normed)
 
     def spied_router(gate, seen):
         class Spied:
