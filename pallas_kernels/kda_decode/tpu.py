@@ -16,6 +16,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
@@ -50,32 +51,36 @@ def kda_decode(
     padded = pl.cdiv(N, ROWS) * ROWS
     x = Projected(*(jnp.pad(a, ((0, padded - N), (0, 0))) for a in x))
 
-    token = pl.BlockSpec((padded, lanes), lambda g, r, *_: (0, g))
-    whole = pl.BlockSpec(memory_space=pltpu.VMEM)
-    state = pl.BlockSpec((1, heads, K, K), lambda g, r, rows, slots: (jnp.maximum(slots[rows[r + 1]], 0), g, 0, 0))
-    window = pl.BlockSpec((1, 3, taps, lanes), lambda g, r, rows, slots: (jnp.maximum(slots[rows[r + 2]], 0), 0, 0, g))
-    turned = pltpu.VMEM((padded * heads, K), jnp.float32)
     stride = _stride(heads)
+
+    def vmem(*shape: int, dtype=jnp.float32):
+        return pltpu.VMEM(shape, dtype)
+
+    def slot_of(position):
+        return lambda g, r, rank, slots: (jnp.maximum(slots[_row(rank[r + position], N)], 0), g)
+
+    state = pl.BlockSpec((1, heads, K, K), lambda *at: (*slot_of(1)(*at), 0, 0))
+    window = pl.BlockSpec((1, 3, taps, lanes), lambda *at: (slot_of(2)(*at)[0], 0, 0, at[0]))
     y, states, windows = pl.pallas_call(
         partial(_kernel, decay_floor=decay_floor, eps=eps),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(groups, N + 2),
             in_specs=[
-                token, token, token, token, whole, token,
-                pl.BlockSpec((3, W, lanes), lambda g, r, *_: (0, 0, g)), whole,
-                pl.BlockSpec((1, lanes), lambda g, r, *_: (0, g)), whole,
-                state, window,
+                *[pl.BlockSpec(memory_space=pl.ANY)] * 6, *[pl.BlockSpec(memory_space=pltpu.VMEM)] * 4, state, window
             ],
-            out_specs=[token, state, window],
+            out_specs=[pl.BlockSpec(memory_space=pl.ANY), state, window],
             scratch_shapes=[
-                *[turned] * 6,
-                pltpu.VMEM((3 * W * stride, K), jnp.float32),
-                pltpu.VMEM((3 * W * stride, K), jnp.float32),
-                pltpu.VMEM((stride, K), jnp.float32),
-                pltpu.VMEM((stride, K), jnp.float32),
-                pltpu.VMEM((VECTORS * stride, K), jnp.float32),
-                pltpu.VMEM((heads, K), jnp.float32),
+                *[vmem(padded, lanes, dtype=a.dtype) for a in (x.q, x.k, x.v, x.decay, x.gate)],
+                vmem(3, W, lanes),
+                *[vmem(padded * heads, K)] * 6,
+                *[vmem(3 * W * stride, K)] * 2,
+                *[vmem(heads, K)] * 2,
+                vmem(H, padded),
+                vmem(VECTORS * stride, K),
+                vmem(2 * VECTORS, 6 * K, dtype=jnp.bfloat16),
+                vmem(heads, K),
+                pltpu.SemaphoreType.DMA((6,)),
             ],
         ),
         out_shape=[
@@ -86,8 +91,8 @@ def kda_decode(
         interpret=current().interpret,
         name="kda_decode",
     )(
-        _standing_for(slots), slots, x.q, x.k, x.v, x.decay, x.beta, x.gate,
-        weights.conv, weights.A_log[None], weights.dt_bias[None], weights.o_norm[None], *pool,
+        _rank(slots), slots, x.q, x.k, x.v, x.decay, x.gate, weights.conv, x.beta.T,
+        weights.A_log[None], weights.dt_bias[None], weights.o_norm[None], *pool,
     )
     return y[:N], Pool(states, windows)
 
@@ -102,23 +107,26 @@ def _stride(heads: int) -> int:
     return pl.cdiv(heads, 8) * 8
 
 
-def _standing_for(slots: Int32[Array, "N"]) -> Int32[Array, "N+4"]:
-    """For each row the active row in its place: itself, else the one before it, else the first one; 0 if none is active.
+def _rank(slots: Int32[Array, "N"]) -> Int32[Array, "N+4"]:
+    """For each row which active row stands in its place, as `_row` reads it: itself, else the one before it, else the first.
 
     The first and the last row stand three times: two rows are still in work when a row begins, or have not begun when it ends.
     """
     N = len(slots)
-    row = jnp.clip(jnp.arange(N + 4) - 2, 0, N - 1)[:, None]
-    other = jnp.arange(N)
-    rank = jnp.where(slots < 0, -1, jnp.where(other <= row, N + other, N - 1 - other))
-    best = jnp.max(rank, axis=1)
-    return jnp.where(best < 0, 0, jnp.where(best < N, N - 1 - best, best - N))
+    row, other = np.clip(np.arange(N + 4) - 2, 0, N - 1)[:, None], np.arange(N)
+    return jnp.max(jnp.where(slots < 0, 0, np.where(other <= row, N + other, N - other).astype(np.int32)), axis=1)
+
+
+def _row(rank: Int32[Array, ""], N: int) -> Int32[Array, ""]:
+    """The row of this rank; 0 if none is active."""
+    return jnp.where(rank == 0, 0, jnp.abs(rank - N))
 
 
 def _kernel(
-    rows, slots, q, k, v, decay, beta, gate, conv, A_log, dt_bias, o_norm, states, windows,
+    rank, slots, q, k, v, decay, gate, conv, beta, A_log, dt_bias, o_norm, states, windows,
     y, states_out, windows_out,
-    q_rows, k_rows, v_rows, decay_rows, gate_rows, y_rows, inputs, taps_of, bias, rate, vectors, read,
+    q_in, k_in, v_in, decay_in, gate_in, conv_in,
+    q_rows, k_rows, v_rows, decay_rows, gate_rows, y_rows, inputs, taps_of, bias, rate, beta_of, vectors, spread, read, arrived,
     *, decay_floor: float | None, eps: float,
 ):
     """One step of one block of heads.
@@ -127,15 +135,17 @@ def _kernel(
     inputs   of the convolutions, [(q k v, W, head) K], and so taps_of
     bias, rate  dt_bias and exp(A_log), [head K]
     vectors  what the recurrence takes of a row, [(VECTORS, head) K]
+    spread   the zeros and ones that make columns of two heads' vectors
     read     o, [head K]
     """
     _, heads, K, _ = states.shape
     W, taps = conv.shape[1], windows.shape[2]
     stride = _stride(heads)
-    r, steps = pl.program_id(1), pl.num_programs(1)
+    r, N = pl.program_id(1), slots.shape[0]
     head_0 = pl.program_id(0) * heads
-    done, now = rows[r], rows[r + 2]
-    turned = ((q, q_rows), (k, k_rows), (v, v_rows), (decay, decay_rows), (gate, gate_rows))
+    lanes = pl.ds(pl.multiple_of(head_0 * K, K), heads * K)
+    done, now = _row(rank[r], N), _row(rank[r + 2], N)
+    turned = ((q_in, q_rows), (k_in, k_rows), (v_in, v_rows), (decay_in, decay_rows), (gate_in, gate_rows))
 
     def tile(i, h):
         """Of ROWS rows and one head: where it is in what comes in and goes out, and where in what is turned."""
@@ -148,20 +158,33 @@ def _kernel(
 
     @pl.when(r == 0)
     def _():
+        come = zip((q, k, v, decay, gate), (q_in, k_in, v_in, decay_in, gate_in), strict=True)
+        copies = [pltpu.make_async_copy(x.at[:, lanes], x_in, arrived.at[i]) for i, (x, x_in) in enumerate(come)]
+        copies.append(pltpu.make_async_copy(conv.at[:, :, lanes], conv_in, arrived.at[5]))
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
         @pl.loop(0, y.shape[0] // ROWS)
         def _(i):
             for h in range(heads):
                 outer, inner = tile(i, h)
-                for x, x_rows in turned:
-                    x_rows[inner] = x[outer].astype(jnp.float32)
+                for x_in, x_rows in turned:
+                    x_rows[inner] = x_in[outer].astype(jnp.float32)
                 y_rows[inner] = jnp.zeros((ROWS, K), jnp.float32)
 
+        beta_of[...] = jax.nn.sigmoid(beta[...].astype(jnp.float32))
         vectors[...] = jnp.zeros_like(vectors)
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, spread.shape, axis) for axis in (0, 1))
+        piece = row % VECTORS
+        ones = (row // VECTORS == column // (3 * K)) & (piece // 3 == column // K % 3) & (piece < PIECES)
+        spread[...] = ones.astype(jnp.float32).astype(jnp.bfloat16)
         for h in range(heads):
             for c in range(3):
-                taps_of[pl.ds(c * W * stride + h, W, stride=stride)] = conv[c, :, h * K : (h + 1) * K]
-            bias[h : h + 1] = dt_bias[:, h * K : (h + 1) * K]
-        rate[:heads] = jnp.broadcast_to(jnp.exp(_down(A_log[...], head_0, heads)), (heads, K))
+                taps_of[pl.ds(c * W * stride + h, W, stride=stride)] = conv_in[c, :, h * K : (h + 1) * K]
+            bias[h : h + 1] = dt_bias[:, pl.ds(pl.multiple_of((head_0 + h) * K, K), K)]
+        rate[...] = jnp.broadcast_to(jnp.exp(_down(A_log[...], head_0, heads)), (heads, K))
 
     @pl.when(slots[now] < 0)  # no row is active: the blocks of slot 0 go back as they came
     def _():
@@ -172,22 +195,21 @@ def _kernel(
             states_out[0, h] = states[0, h]
 
     def active(row):
-        return slots[jnp.clip(row, 0, steps - 3)] >= 0
+        return slots[jnp.clip(row, 0, N - 1)] >= 0
 
-    @pl.when((active(r) | active(r - 1) | active(r - 2)) & (slots[now] >= 0))
+    @pl.when(active(r) | active(r - 1) | active(r - 2))
     def _():
         o = read[...].astype(v.dtype).astype(jnp.float32)
         o = o * jax.lax.rsqrt(jnp.mean(o * o, axis=1, keepdims=True) + eps)
-        y_rows[of(done)] = o * o_norm[...] * jax.nn.sigmoid(gate_rows[of(done)])
+        o = o * o_norm[...] * jax.nn.sigmoid(gate_rows[of(done)])
+        y_rows[of(done)] = o
 
         for first in range(0, heads, 2):
             pair = range(first, min(first + 2, heads))
             x = [vectors[pl.ds(h, VECTORS, stride=stride)] for h in pair]
-            piece, column = (jax.lax.broadcasted_iota(jnp.int32, (VECTORS * len(pair), 3 * K * len(pair)), axis) for axis in (0, 1))
-            spread = (piece // VECTORS == column // (3 * K)) & (piece % VECTORS // 3 == column // K % 3) & (piece % VECTORS < PIECES)
             columns = jax.lax.dot_general(
-                jnp.concatenate(x).astype(jnp.bfloat16), spread.astype(jnp.bfloat16), (((0,), (0,)), ((), ())),
-                preferred_element_type=jnp.float32,
+                jnp.concatenate(x).astype(jnp.bfloat16), spread[: len(pair) * VECTORS, : len(pair) * 3 * K],
+                (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32,
             )
             for i, h in enumerate(pair):
                 decay_h, k_h, q_h = (columns[:, (3 * i + j) * K :][:, :K] for j in range(3))
@@ -212,23 +234,27 @@ def _kernel(
         q_now, k_now, v_now = mixed
         q_now = q_now * (jax.lax.rsqrt(jnp.sum(q_now * q_now, axis=1, keepdims=True) + 1e-6) * K**-0.5)
         k_now = k_now * jax.lax.rsqrt(jnp.sum(k_now * k_now, axis=1, keepdims=True) + 1e-6)
-        z = decay_rows[of(now)] + bias[:heads]
-        log_decay = -rate[:heads] * jax.nn.softplus(z) if decay_floor is None else decay_floor * jax.nn.sigmoid(rate[:heads] * z)
-        beta_block = beta[pl.ds(pl.multiple_of(now // ROWS * ROWS, ROWS), ROWS)].astype(jnp.float32)
-        beta_now = jnp.where(jax.lax.broadcasted_iota(jnp.int32, beta_block.shape, 0) == now % ROWS, beta_block, 0)
-        beta_now = jax.nn.sigmoid(_down(jnp.sum(beta_now, axis=0, keepdims=True), head_0, heads))
+        z = decay_rows[of(now)] + bias[...]
+        log_decay = -rate[...] * jax.nn.softplus(z) if decay_floor is None else decay_floor * jax.nn.sigmoid(rate[...] * z)
+        beta_now = beta_of[pl.ds(head_0, heads)]
+        lane = jax.lax.broadcasted_iota(jnp.int32, beta_now.shape, 1)
+        beta_now = jnp.sum(jnp.where(lane == now, beta_now, 0), axis=1, keepdims=True)
         qk = jnp.sum(q_now * k_now, axis=1, keepdims=True)
         pieces = [piece for x in (jnp.exp(log_decay), k_now, q_now) for piece in _pieces(x)]
         for i, x in enumerate((*pieces, v_now, beta_now, qk)):
             vectors[pl.ds(i * stride, heads)] = jnp.broadcast_to(x, (heads, K))
 
-    @pl.when(r == steps - 1)
+    @pl.when(r == N + 1)
     def _():
         @pl.loop(0, y.shape[0] // ROWS)
         def _(i):
             for h in range(heads):
                 outer, inner = tile(i, h)
-                y[outer] = y_rows[inner].astype(y.dtype)
+                gate_in[outer] = y_rows[inner].astype(y.dtype)
+
+        copy = pltpu.make_async_copy(gate_in, y.at[:, lanes], arrived.at[0])
+        copy.start()
+        copy.wait()
 
 
 def _pieces(x: Float32[Array, "..."]) -> list[Float32[Array, "..."]]:
