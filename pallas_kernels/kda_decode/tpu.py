@@ -60,6 +60,7 @@ def kda_decode(
     def slot(step):
         return lambda p, g, r, standing, slots: jnp.maximum(slots[standing[p, r + step]], 0)
 
+    token = pl.BlockSpec((n, lanes), lambda p, g, *_: (p, g))
     state = pl.BlockSpec((1, heads, K, K), lambda *at: (slot(0)(*at), at[1], 0, 0))
     window = pl.BlockSpec((1, 3, taps, lanes), lambda *at: (slot(1)(*at), 0, 0, at[1]))
     y, states, windows = pl.pallas_call(
@@ -68,12 +69,11 @@ def kda_decode(
             num_scalar_prefetch=2,
             grid=(parts, groups, n + 2),
             in_specs=[
-                *[pl.BlockSpec(memory_space=pl.ANY)] * 6, *[pl.BlockSpec(memory_space=pltpu.VMEM)] * 4, state, window
+                *[token] * 5, pl.BlockSpec((3, W, lanes), lambda p, g, *_: (0, 0, g)),
+                *[pl.BlockSpec(memory_space=pltpu.VMEM)] * 4, state, window,
             ],
-            out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 3,
+            out_specs=[token, *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
             scratch_shapes=[
-                *[vmem(n, lanes, dtype=a.dtype) for a in (x.q, x.k, x.v, x.decay, x.gate)],
-                vmem(3, W, lanes),
                 *[vmem(n * heads, K)] * 6,
                 *[vmem(3 * W * stride, K)] * 2,
                 *[vmem(heads, K)] * 2,
@@ -82,7 +82,7 @@ def kda_decode(
                 vmem(2 * VECTORS, 6 * K, dtype=jnp.bfloat16),
                 vmem(heads, K),
                 vmem(2, heads, K, K), vmem(2, 3, taps, lanes, dtype=pool.windows.dtype),
-                pltpu.SemaphoreType.DMA((6,)), pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
         out_shape=[
@@ -115,9 +115,8 @@ def _standing(slots: Int32[Array, "N"], parts: int) -> Int32[Array, "parts N/par
 def _kernel(
     standing, slots, q, k, v, decay, gate, conv, beta, A_log, dt_bias, o_norm, states, windows,
     y, states_to, windows_to,
-    q_in, k_in, v_in, decay_in, gate_in, conv_in,
     q_rows, k_rows, v_rows, decay_rows, gate_rows, y_rows, inputs, taps_of, bias, rate, beta_of, vectors, spread, read,
-    states_out, windows_out, arrived, stored,
+    states_out, windows_out, stored,
     *, decay_floor: float | None, eps: float,
 ):
     """One step of one block of heads.
@@ -132,12 +131,11 @@ def _kernel(
     _, heads, K, _ = states.shape
     W, taps = conv.shape[1], windows.shape[2]
     stride = _stride(heads)
-    part, r, n = pl.program_id(0), pl.program_id(2), q_in.shape[0]
+    part, r, n = pl.program_id(0), pl.program_id(2), q.shape[0]
     head_0 = pl.program_id(1) * heads
     ours, lanes = pl.ds(head_0, heads), pl.ds(pl.multiple_of(head_0 * K, K), heads * K)
-    rows = pl.ds(pl.multiple_of(part * n, ROWS), n)
     done, now = jnp.maximum(r - 2, 0), jnp.minimum(r, n - 1)
-    turned = ((q_in, q_rows), (k_in, k_rows), (v_in, v_rows), (decay_in, decay_rows), (gate_in, gate_rows))
+    turned = ((q, q_rows), (k, k_rows), (v, v_rows), (decay, decay_rows), (gate, gate_rows))
 
     def tile(i, h):
         """Of ROWS rows and one head: where it is in what comes in and goes out, and where in what is turned."""
@@ -150,20 +148,12 @@ def _kernel(
 
     @pl.when(r == 0)
     def _():
-        come = zip((q, k, v, decay, gate), (q_in, k_in, v_in, decay_in, gate_in), strict=True)
-        copies = [pltpu.make_async_copy(x.at[rows, lanes], x_in, arrived.at[i]) for i, (x, x_in) in enumerate(come)]
-        copies.append(pltpu.make_async_copy(conv.at[:, :, lanes], conv_in, arrived.at[5]))
-        for copy in copies:
-            copy.start()
-        for copy in copies:
-            copy.wait()
-
         @pl.loop(0, n // ROWS)
         def _(i):
             for h in range(heads):
                 outer, inner = tile(i, h)
-                for x_in, x_rows in turned:
-                    x_rows[inner] = x_in[outer].astype(jnp.float32)
+                for x, x_rows in turned:
+                    x_rows[inner] = x[outer].astype(jnp.float32)
                 y_rows[inner] = jnp.zeros((ROWS, K), jnp.float32)
 
         beta_of[...] = jax.nn.sigmoid(beta[...].astype(jnp.float32))
@@ -174,7 +164,7 @@ def _kernel(
         spread[...] = ones.astype(jnp.float32).astype(jnp.bfloat16)
         for h in range(heads):
             for c in range(3):
-                taps_of[pl.ds(c * W * stride + h, W, stride=stride)] = conv_in[c, :, h * K : (h + 1) * K]
+                taps_of[pl.ds(c * W * stride + h, W, stride=stride)] = conv[c, :, h * K : (h + 1) * K]
             bias[h : h + 1] = dt_bias[:, pl.ds(pl.multiple_of((head_0 + h) * K, K), K)]
         rate[...] = jnp.broadcast_to(jnp.exp(_down(A_log[...], head_0, heads)), (heads, K))
 
@@ -254,11 +244,7 @@ def _kernel(
         def _(i):
             for h in range(heads):
                 outer, inner = tile(i, h)
-                gate_in[outer] = y_rows[inner].astype(y.dtype)
-
-        copy = pltpu.make_async_copy(gate_in, y.at[rows, lanes], arrived.at[0])
-        copy.start()
-        copy.wait()
+                y[outer] = y_rows[inner].astype(y.dtype)
 
 
 def _pieces(x: Float32[Array, "..."]) -> list[Float32[Array, "..."]]:
