@@ -47,9 +47,10 @@ def kda(
     tokens, off_grid = on_grid(tokens, start, C)
     resets = None
     if reset is not None:
-        resets = jnp.cumsum(tokens.pop().reshape(len(q), -1, C), -1, dtype=jnp.int32).reshape(len(q), 1, -1)
+        resets = jnp.cumsum(tokens.pop().reshape(len(q), -1, 1, C), -1, dtype=jnp.int32)
     *by_head, beta = (jnp.moveaxis(x, 2, 1) for x in tokens)
-    o, last = _chunks(tiling(decay_floor, q.dtype), *by_head, beta[:, :, None], resets, jnp.swapaxes(state, 2, 3))
+    beta = beta.reshape(*beta.shape[:2], -1, 1, C)
+    o, last = _chunks(tiling(decay_floor, q.dtype), *by_head, beta, resets, jnp.swapaxes(state, 2, 3))
     return off_grid(jnp.moveaxis(o, 1, 2)), jnp.swapaxes(last, 2, 3)
 
 

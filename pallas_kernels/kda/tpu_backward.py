@@ -4,7 +4,7 @@ It makes each chunk's factors, pair products and inverse again, and reads the st
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.kda.tpu_chunk import C, Tiling, decays, dot, inverse, masked, masks, products, slots
-from pallas_kernels.kda.tpu_forward import heads_per_step
+from pallas_kernels.kda.tpu_chunk import (
+    PITCH,
+    C,
+    Masks,
+    Steps,
+    Tiling,
+    Tokens,
+    by_rows,
+    columns_of,
+    decays,
+    dot,
+    early,
+    early_by_rows,
+    in_columns,
+    in_order,
+    inverse,
+    late,
+    late_by_rows,
+    late_groups,
+    masked,
+    masks,
+    merged,
+    products,
+    rows_of,
+    sibling,
+    steps,
+)
+from pallas_kernels.kda.tpu_forward import tokens_of
 from pallas_kernels.target import current
 
-HEADS = 2  # per grid step
+ABREAST = 2  # chunks at a time
 
 
 def backward(
@@ -25,8 +51,8 @@ def backward(
     k: Float[Array, "B H T K"],
     v: Float[Array, "B H T V"],
     log_decay: Float32[Array, "B H T K"],
-    beta: Float32[Array, "B H 1 T"],
-    resets: Int32[Array, "B 1 T"] | None,
+    beta: Float32[Array, "B H N 1 C"],
+    resets: Int32[Array, "B N 1 C"] | None,
     states: Float[Array, "B H N V K"],
     do: Float[Array, "B H T V"],
     dstate: Float32[Array, "B H V K"],
@@ -36,139 +62,183 @@ def backward(
     """Gradients of q, k, v, log_decay, beta and of the first state, from those of o and of the last state."""
     B, H, T, K = q.shape
     V = v.shape[-1]
-    N, heads = T // C, heads_per_step(H, HEADS)
+    step = steps(T, ABREAST)
+    n = step.chunks
+    end = T // C // n - 1
 
-    def tokens(width):
-        return pl.BlockSpec((None, heads, C, width), lambda b, h, i: (b, h, N - 1 - i, 0))
+    def by_token(width):
+        return pl.BlockSpec((None, None, n * C, width), lambda b, h, i: (b, h, end - i, 0))
 
-    row = pl.BlockSpec((None, heads, 1, C), lambda b, h, i: (b, h, 0, N - 1 - i))
-    whole = pl.BlockSpec((None, heads, V, K), lambda b, h, i: (b, h, 0, 0))
-    chunk = pl.BlockSpec((None, heads, None, V, K), lambda b, h, i: (b, h, N - 1 - i, 0, 0))
-    inputs = [(q, tokens(K)), (k, tokens(K)), (v, tokens(V)), (log_decay, tokens(K)), (beta, row), (states, chunk)]
-    inputs += [(do, tokens(V)), (dstate, whole)]
+    def by_chunk(*sizes):
+        return pl.BlockSpec((None, None, n, *sizes), lambda b, h, i: (b, h, end - i, 0, 0))
+
+    whole = pl.BlockSpec((None, None, V, K), lambda b, h, i: (b, h, 0, 0))
+    given = [(q, by_token(K)), (k, by_token(K)), (v, by_token(V)), (log_decay, by_token(K)), (beta, by_chunk(1, C))]
+    inputs = [*given, (states, by_chunk(V, K)), (do, by_token(V)), (dstate, whole)]
     if resets is not None:
-        inputs.append((resets, pl.BlockSpec((None, 1, C), lambda b, h, i: (b, 0, N - 1 - i))))
-    given = (q, tokens(K)), (k, tokens(K)), (v, tokens(V)), (log_decay, tokens(K)), (beta, row), (dstate, whole)
+        inputs.append((resets, pl.BlockSpec((None, n, 1, C), lambda b, h, i: (b, end - i, 0, 0))))
+    outputs = [*given, (dstate, whole)]
     return pl.pallas_call(
-        partial(_kernel, tiles=tiles, has_resets=resets is not None),
+        partial(_kernel, tiles=tiles, step=step, has_resets=resets is not None),
         name="kda_backward",
-        grid=(B, H // heads, N),
+        grid=(B, H, end + 1),
         in_specs=[spec for _, spec in inputs],
-        out_specs=[spec for _, spec in given],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in given],
-        scratch_shapes=[pltpu.VMEM((heads, slots(tiles).number, C, K), jnp.float32)],
+        out_specs=[spec for _, spec in outputs],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outputs],
+        scratch_shapes=tiles.scratch(step.abreast, K),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=current().interpret,
     )(*(x for x, _ in inputs))
 
 
-def _kernel(*refs: Any, tiles: Tiling, has_resets: bool) -> None:
+def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool) -> None:
     q_ref, k_ref, v_ref, log_decay_ref, beta_ref, before_ref, do_ref, dlast_ref, *refs = refs
     resets_ref = refs.pop(0) if has_resets else None
-    dq_ref, dk_ref, dv_ref, dlog_decay_ref, dbeta_ref, dstate_ref, factors_ref = refs
+    dq_ref, dk_ref, dv_ref, dlog_decay_ref, dbeta_ref, dstate_ref, powers_ref, rows_ref = refs
     dtype = q_ref.dtype
-    slot = slots(tiles)
+    each = range(step.abreast)
 
     @pl.when(pl.program_id(2) == 0)
     def _():
         dstate_ref[...] = dlast_ref[...]
 
-    resets = None if resets_ref is None else resets_ref[...]
-    pairs, pairs_st = masks(tiles, resets), masks(tiles, resets, transposed=True)
-    for h in range(q_ref.shape[0]):
-        factors = factors_ref.at[h]
-        last = masked(pairs.last_reads, decays(log_decay_ref.at[h], factors, tiles))
-        q, k, v, do = (ref[h].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref, do_ref))
-        beta, state, dnext = beta_ref[h], before_ref[h].astype(jnp.float32), dstate_ref[h]
-        A, L = products(q, k, factors, pairs, tiles, dtype)
-        solve = inverse(L, beta, tiles, dtype)
-        read, keep = masked(pairs.reads, factors[slot.read]), masked(pairs.keeps, factors[slot.keep])
-        q_read, k_read, k_keep = q * read, k * read, k * keep
-        error = v.T - dot(state, k_read, dtype, across=1)
-        solved = dot(error, solve, dtype, across=1)
-        write = solved * beta
+    def some(i: Any) -> None:
+        chunks = [step.chunks - 1 - c for c in step.of(i)]
+        at = [pl.ds(pl.multiple_of(c * C, C), C) for c in chunks]
+        pairs = [masks(tiles, resets_ref[c]) for c in chunks] if resets_ref is not None else [masks(tiles, None)] * step.abreast
+        last = [masked(pairs[j].last_reads, decays(log_decay_ref.at[at[j]], powers_ref.at[j], rows_ref.at[j], tiles)) for j in each]
+        x = [tokens_of(at[j], q_ref, k_ref, beta_ref[chunks[j]], powers_ref.at[j], rows_ref.at[j], pairs[j], tiles) for j in each]
+        A, L = zip(*(products(x[j], pairs[j], tiles, dtype) for j in each), strict=True)
+        solve = [inverse(L[j], pairs[j], tiles, dtype) for j in each]
+        state, do = [before_ref[c].astype(jnp.float32) for c in chunks], [do_ref[a, :].astype(jnp.float32) for a in at]
+        error = [v_ref[at[j], :].astype(jnp.float32) - dot(x[j].k_read, state[j], dtype, across=1) for j in each]
+        write = [dot(solve[j], error[j], dtype) for j in each]
 
-        dwrite = dot(do.T, A, dtype) + dot(dnext, k_keep, dtype, across=1)
-        derror = dot(dwrite * beta, solve, dtype)
-        dbeta_ref[h] = jnp.sum(solved * (dwrite - dot(derror, sum(L), dtype)), 0, keepdims=True)
-        dv = derror.T
-        dv_ref[h] = dv.astype(dv_ref.dtype)
-        dread = jnp.concatenate([do, -dv], 0)
-        dstate_ref[h] = dnext * last + dot(do.T, q_read, dtype) - dot(derror, k_read, dtype)
-        dlast = last * jnp.sum(state * dnext, 0, keepdims=True)
-        dq_read, dk_read = jnp.split(dot(dread, state, dtype), 2)
-        dk_keep = dot(write.T, dnext, dtype)
-        factors[slot.read] = q_read * dq_read + k_read * dk_read
-        factors[slot.keep] = k_keep * dk_keep
+        passed, dlast = [], []
+        dnext = dstate_ref[...]
+        for j in each:
+            do_st = do[j].T
+            dwrite = dot(do_st, A[j], dtype) + dot(dnext, x[j].w_keep, dtype, across=1)
+            derror = dot(dwrite, solve[j], dtype)
+            passed.append(_Passed(do[j], rows_of(do[j], -derror.T), write[j], state[j], dnext))
+            dlast.append(last[j] * jnp.sum(state[j] * dnext, 0, keepdims=True))
+            reads = rows_of(x[j].q_read, x[j].k_read)
+            dnext = dnext * last[j] + dot(columns_of(do_st, -derror), reads, dtype)
+        dstate_ref[...] = dnext
+        grads = [_token_gradients(x[j], passed[j], rows_ref.at[j], pairs[j], tiles, dtype) for j in each]
+        for j in each:
+            q, k = q_ref[at[j], :].astype(jnp.float32), k_ref[at[j], :].astype(jnp.float32)
+            beta = in_columns(beta_ref[chunks[j]], k.shape[1])
+            reads, writes = in_order(powers_ref.at[j], 0, tiles), in_order(powers_ref.at[j], 1, tiles)
+            same = jnp.sum(do[j] * write[j], 1, keepdims=True)  # of the pairs t = s, which no decay enters
+            dbeta_k = grads[j].w * writes + same * q
+            dq_ref[at[j], :] = (grads[j].q * reads + same * (beta * k)).astype(dq_ref.dtype)
+            dk_ref[at[j], :] = (grads[j].k * reads + dbeta_k * beta).astype(dk_ref.dtype)
+            dv_ref[at[j], :] = (-passed[j].dread[C:]).astype(dv_ref.dtype)
+            dbeta_ref[chunks[j]] = jnp.sum((dbeta_k * k).T, 0, keepdims=True)
+            for g in range(tiles.groups):
+                rows = grads[j].power[g * tiles.group : (g + 1) * tiles.group]
+                powers_ref[j, 0, g * PITCH : g * PITCH + tiles.group] = rows
+        for j in each:
+            dbegin, dend = _tile_gradients(grads[j].rows, dlast[j], tiles)
+            given, out = log_decay_ref.at[at[j]], dlog_decay_ref.at[at[j]]
+            _log_decay_gradient(given, powers_ref.at[j], dbegin, dend, tiles, out)
 
-        dA, dL = jnp.split(dot(dread, write, dtype), 2)
-        dA_st, dL_st = jnp.split(dot(write.T, dread, dtype, across=1), 2, 1)
-        ddiagonal = jnp.sum(do * write.T, 1, keepdims=True)
-        dq = dq_read * read + ddiagonal * k
-        dk = dk_read * read + dk_keep * keep + ddiagonal * q
-
-        begin, grow = factors[slot.begin], factors[slot.grow]
-        q_begin, k_begin, k_grow = q * begin, k * begin, k * grow
-        dpairs = jnp.concatenate([masked(pairs.tile, dA), masked(pairs.tile, dL)], 0)
-        dq_begin, dk_begin = jnp.split(dot(dpairs, k_grow, dtype), 2)
-        dpairs = jnp.concatenate([masked(pairs_st.tile, dA_st), masked(pairs_st.tile, dL_st)], 1)
-        dk_grow = dot(dpairs, jnp.concatenate([q_begin, k_begin], 0), dtype)
-        factors[slot.begin] = q_begin * dq_begin + k_begin * dk_begin - k_grow * dk_grow
-        dq += dq_begin * begin
-        dk += dk_begin * begin + dk_grow * grow
-        for level, (mask, mask_st) in enumerate(zip(pairs.levels, pairs_st.levels, strict=True)):
-            factor = factors[level]
-            rows = jnp.concatenate([q * factor, k * factor], 0)
-            dpairs = jnp.concatenate([masked(mask, dA), masked(mask, dL)], 0)
-            dq_level, dk_level = jnp.split(dot(dpairs, rows[C:], dtype), 2)
-            dpairs = jnp.concatenate([masked(mask_st, dA_st), masked(mask_st, dL_st)], 1)
-            dk_level += dot(dpairs, rows, dtype)
-            factors[level] = rows[:C] * dq_level + rows[C:] * dk_level
-            dq += dq_level * factor
-            dk += dk_level * factor
-        dq_ref[h], dk_ref[h] = dq.astype(dq_ref.dtype), dk.astype(dk_ref.dtype)
-        _log_decay_gradient(log_decay_ref.at[h], factors, dlast, tiles, dlog_decay_ref.at[h])
+    step.run(some)
 
 
-def _log_decay_gradient(log_decay: Any, products: Any, dlast: Float32[Array, "1 K"], tiles: Tiling, out: Any) -> None:
-    """Writes the gradient of log_decay [C, K], from each factor times its gradient in the slots of `decays`.
-
-    A log decay gets the products of all factors that contain it. Within its tile those are sums over earlier or later tokens, in
-    which the products of a tile's own pairs are the only ones that cancel.
-    """
-    size, n = tiles.size, C // tiles.size
-    slot = slots(tiles)
-    tile = lax.broadcasted_iota(jnp.int32, (n, out.shape[-1]), 0)
-    totals = [0.0] * (len(tiles.levels) + 2)
-    later, earlier = [], []
-    for p in range(size):
-        at = pl.ds(p, n, stride=size)
-        levels = [products.at[level][at, :] for level in range(len(tiles.levels))]
-        read, keep = products.at[slot.read][at, :], products.at[slot.keep][at, :]
-        totals = [total + x for total, x in zip(totals, [*levels, read, keep], strict=True)]
-        late = [tile // (half // size) % 2 == 1 for half in tiles.levels]
-        later.append(products.at[slot.begin][at, :] + read + sum(jnp.where(m, x, 0.0) for m, x in zip(late, levels, strict=True)))
-        earlier.append(keep + sum(jnp.where(m, 0.0, x) for m, x in zip(late, levels, strict=True)))
-    whole_tiles = dot(_tile_sums(tiles), jnp.concatenate(totals, 0), jnp.float32) + dlast
-    ahead = [0.0] * size
-    for p in reversed(range(size)):
-        ahead[p] = later[p] + (ahead[p + 1] if p + 1 < size else 0.0)
-    behind = whole_tiles
-    for p in range(size):
-        at = pl.ds(p, n, stride=size)
-        given = log_decay[at, :]
-        clamped = jnp.exp(given - jnp.maximum(given, tiles.floor))
-        out[at, :] = (ahead[p] + behind) * clamped
-        behind += earlier[p]
+class _Passed(NamedTuple):
+    do: Float32[Array, "C V"]
+    dread: Float32[Array, "2C V"]  # do, then the gradient of what k reads
+    write: Float32[Array, "C V"]
+    state: Float32[Array, "V K"]
+    dnext: Float32[Array, "V K"]
 
 
-def _tile_sums(tiles: Tiling) -> Float32[Array, "n sums_n"]:
-    """Which tiles' totals of each level, of `read` and of `keep` a tile's log decays take part in."""
-    n = C // tiles.size
-    i, j = (lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
-    parts = []
-    for half in tiles.levels:
-        blocks = half // tiles.size
-        late = j // blocks % 2 == 1
-        parts.append((i // blocks == j // blocks) & (late & (i < j) | ~late & (i > j)))
-    return jnp.concatenate([jnp.where(part, 1.0, 0.0) for part in (*parts, i < j, i > j)], 1)
+class _Gradients(NamedTuple):
+    """Of the tokens as readers and as writers, and of D, without the pairs t = s; of the logarithm of each row."""
+
+    q: Float32[Array, "C K"]
+    k: Float32[Array, "C K"]
+    w: Float32[Array, "C K"]
+    power: Float32[Array, "C K"]
+    rows: list[Float32[Array, "n K"]]
+
+
+def _token_gradients(x: Tokens, passed: _Passed, rows: Any, pairs: Masks, tiles: Tiling, dtype: Any) -> _Gradients:
+    read, keep = rows.at[tiles.read], rows.at[tiles.keep]
+    dq_read, dk_read = jnp.split(dot(passed.dread, passed.state, dtype), 2)
+    dw_keep = dot(passed.write, passed.dnext, dtype)
+    reads, keeps = x.q_read * dq_read + x.k_read * dk_read, x.w_keep * dw_keep
+    dA, dL = jnp.split(dot(passed.dread, passed.write, dtype, across=1), 2)
+    dA_st, dL_st = jnp.split(dot(passed.write, passed.dread, dtype, across=1), 2, 1)
+
+    dtile = rows_of(masked(pairs.before, dA), masked(pairs.before, dL))
+    dq, dk = jnp.split(dot(dtile, x.w, dtype), 2)
+    dtile = columns_of(masked(pairs.after, dA_st), masked(pairs.after, dL_st))
+    dw = dot(dtile, rows_of(x.q, x.k), dtype)
+    dpower = x.q * dq + x.k * dk - x.w * dw + reads - keeps
+    dq += masked(pairs.reads, by_rows(dq_read, read, tiles))
+    dk += masked(pairs.reads, by_rows(dk_read, read, tiles))
+    dw += masked(pairs.keeps, by_rows(dw_keep, keep, tiles))
+    drows = []
+    for i, (half, (q, k, w)) in enumerate(zip(tiles.levels, x.levels, strict=True)):
+        none = jnp.zeros_like(w)
+        dlevel = rows_of(masked(pairs.levels[i], late(dA, half)), masked(pairs.levels[i], late(dL, half)))
+        dq_level, dk_level = jnp.split(dot(dlevel, merged(w, none, half), dtype), 2)
+        dlevel = columns_of(masked(pairs.levels_st[i], early(dA_st, half)), masked(pairs.levels_st[i], early(dL_st, half)))
+        dw_level = dot(dlevel, rows_of(merged(none, q, half), merged(none, k, half)), dtype)
+        read_part, written_part = q * dq_level + k * dk_level, w * dw_level
+        drows.append(_group_sums(merged(written_part, read_part, half), tiles))
+        dpower += merged(-written_part, read_part, half)
+        dq += merged(none, late_by_rows(dq_level, rows.at[i], tiles, half), half)
+        dk += merged(none, late_by_rows(dk_level, rows.at[i], tiles, half), half)
+        dw += merged(early_by_rows(dw_level, rows.at[i], tiles, half), none, half)
+    drows += [_group_sums(reads, tiles), _group_sums(keeps, tiles)]
+    return _Gradients(dq, dk, dw, dpower, drows)
+
+
+def _group_sums(x: Float32[Array, "C K"], tiles: Tiling) -> Float32[Array, "n K"]:
+    return jnp.sum(x.reshape(tiles.groups, tiles.group, x.shape[1]), 1)
+
+
+def _tile_gradients(
+    drows: list[Float32[Array, "n K"]], dlast: Float32[Array, "1 K"], tiles: Tiling
+) -> tuple[Float32[Array, "n K"], Float32[Array, "n K"]]:
+    """Gradients of the log decays from the begin of each group's tile to its middle, and from there to its end: the chain of
+    products in `decays`, backwards."""
+    *dlevels, dbegin, dend = drows
+    group = lax.broadcasted_iota(jnp.int32, dbegin.shape, 0)
+    dwhole = jnp.where(group == 0, dlast, 0.0)
+    for half, drow in reversed(list(zip(tiles.levels, dlevels, strict=True))):
+        is_late = late_groups(tiles, half)
+        dother = jnp.where(is_late, dbegin, dend) + dwhole
+        dwhole += sibling(dother, is_late, half // tiles.group)
+        dbegin += jnp.where(is_late, drow, 0.0)
+        dend += jnp.where(is_late, 0.0, drow)
+    return dbegin + dwhole, dend + dwhole
+
+
+def _log_decay_gradient(
+    log_decay: Any, dpowers: Any, dbegin: Float32[Array, "n K"], dend: Float32[Array, "n K"], tiles: Tiling, out: Any
+) -> None:
+    """Writes the gradient of log_decay. Within a tile, a log decay before the middle enters D of the tokens before it, negated,
+    one behind the middle that of the tokens from it on."""
+    group, n = tiles.group, tiles.groups
+    dpower = [dpowers.at[0][pl.ds(p, n, stride=PITCH), :] for p in range(group)]
+    if tiles.size == group:
+        before, behind = dbegin, dend + sum(dpower)
+        base = [before] * (group // 2) + [behind] * (group // 2)
+    else:
+        is_late = late_groups(tiles, group)
+        dbegin += jnp.where(is_late, 0.0, sibling(dbegin, is_late, 1))
+        dend += jnp.where(is_late, sibling(dend, is_late, 1), 0.0)
+        base = [jnp.where(is_late, dend + sum(dpower), dbegin)] * group
+    earlier = jnp.zeros_like(dbegin)
+    for p in range(group):
+        at = pl.ds(p, n, stride=group)
+        gradient = base[p] - earlier
+        if not tiles.promised:
+            gradient *= jnp.exp(jnp.minimum(log_decay[at, :] - tiles.floor, 0.0))
+        out[at, :] = gradient
+        earlier += dpower[p]

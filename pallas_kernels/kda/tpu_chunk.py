@@ -1,49 +1,106 @@
 """What the forward and the backward TPU kernel share: decay factors, pair products and the triangular inverse of one chunk.
 
-A chunk of C tokens is cut into tiles of 16, 8 or 4, small enough that no sum of log decays within one is below -80. With G the
-sum of log decays from the begin of a token's tile to the token (inclusive) and E that of a whole tile:
+Every decay between two tokens is split at points where both sides are finite. A chunk of C tokens is cut into tiles, small enough
+that no sum of log decays from the middle of one to its begin or end is below -80. D_t is the sum of log decays from the middle of
+t's tile to t, negative behind the middle and positive before it, so that a token stands for
 
-    pairs of one tile            e^(G_t) e^(-G_s): each finite in fp32 and bf16, each a function of earlier tokens only
-    pairs of different tiles     split at the middle of the smallest aligned block of 2, 4, 8 ... tiles that holds both:
-                                 t decays from the middle, s up to the middle; both factors are <= 1
+    as a reader   q e^D, k e^D
+    as a writer   beta k e^-D
 
-Only the tokens' own e^G and e^-G are exponentials: e^(E - G) is their product, and what lies between a tile and a middle is a
-product of whole tiles, one row per tile. A sum over 16 tokens of a tile is a sum of registers once the tokens are read with a
-stride of the tile size: register p then holds token p of every tile.
+and a pair of one tile is a product of these. For pairs of different tiles take the smallest aligned block of 2, 4, 8 ... tiles
+that holds both (its `level`): the reader is in its later half and decays from the middle of the block, the writer is in the
+earlier half and decays up to there. That is the token's factor times one of its tile, <= 1 together: a row per tile, not a number
+per token, as are the factors from the chunk's begin to the reader and from the writer to the chunk's end.
+
+Sums run over registers: read with a stride, the log decays come with token p of every group of tokens in register p. Only e^D and
+e^-D are brought back into the order of tokens, by stores with a stride.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 C = 128  # tokens of a chunk: the width of a vector register, so that a [C, C] array fills registers
-RANGE = 80.0  # nats that a tile may decay: e^80 and e^-80 are normal numbers in fp32 and bf16
-CENTER = 2.0**58  # about e^(RANGE / 2): moves e^G to the middle of the range, and small components stay normal numbers
+RANGE = 80.0  # nats from the middle of a tile to its ends: e^80 and e^-80 are normal numbers in fp32 and bf16
 LIMIT = {jnp.dtype(jnp.float32): -20.0, jnp.dtype(jnp.bfloat16): -10.0}  # e^limit is below the rounding of a product
+PITCH = 24  # rows between groups where e^D is stored: rows 0, 24, 48, 72 lie in different banks of VMEM, as 0, 16, 32, 48 do not
 
 
 class Tiling(NamedTuple):
-    """size: tokens of a tile; floor: log decays below it are taken for it."""
+    """size: tokens of a tile; floor: log decays below it are taken for it; promised: there are none, says the caller."""
 
     size: int
     floor: float
+    promised: bool
+
+    @property
+    def group(self) -> int:
+        """Tokens per group of registers: at most 16, so that there are 8 groups or more."""
+        return min(self.size, 16)
+
+    @property
+    def groups(self) -> int:
+        return C // self.group
 
     @property
     def levels(self) -> tuple[int, ...]:
         """Tokens in half a block of each level."""
         return tuple(self.size << i for i in range((C // self.size).bit_length() - 1))
 
+    @property
+    def read(self) -> int:
+        """Where the rows from the chunk's begin lie, behind those of the levels."""
+        return len(self.levels)
+
+    @property
+    def keep(self) -> int:
+        """Where the rows up to the chunk's end lie."""
+        return len(self.levels) + 1
+
+    def scratch(self, chunks: int, K: int) -> list[Any]:
+        """VMEM for e^D and e^-D (`powers`) and for the rows (`rows`)."""
+        return [
+            pltpu.VMEM((chunks, 2, self.groups * PITCH, K), jnp.float32),
+            pltpu.VMEM((chunks, len(self.levels) + 2, self.groups, K), jnp.float32),
+        ]
+
+
+class Steps(NamedTuple):
+    """chunks: of a grid step, enough that fetching those of the next one takes no longer; abreast: of them at a time, so that one's
+    products run while others wait for theirs."""
+
+    chunks: int
+    abreast: int
+
+    def of(self, i: Any) -> list[Any]:
+        """The chunks of the i-th time."""
+        return [i * self.abreast + j for j in range(self.abreast)]
+
+    def run(self, body: Callable[[Any], None]) -> None:
+        """body(i) for each time."""
+        if self.chunks == self.abreast:
+            body(0)
+        else:
+            lax.fori_loop(0, self.chunks // self.abreast, lambda i, _: body(i), None)
+
+
+def steps(T: int, abreast: int) -> Steps:
+    """For T tokens, a multiple of C."""
+    chunks = next(n for n in range(8, 0, -1) if T // C % n == 0)
+    return Steps(chunks, next(n for n in range(abreast, 0, -1) if chunks % n == 0))
+
 
 def tiling(decay_floor: float | None, dtype: Any) -> Tiling:
     """The largest tiles for decays above `decay_floor` (None: unbounded)."""
     limit = LIMIT[jnp.dtype(dtype)]
     floor = limit if decay_floor is None else max(decay_floor, limit)
-    size = next(size for size in (16, 8, 4) if -floor * size <= RANGE)
-    return Tiling(size, floor)
+    size = next(size for size in (32, 16, 8) if -floor * size / 2 <= RANGE)
+    return Tiling(size, floor, floor == decay_floor)
 
 
 def dot(a: Float[Array, "I J"], b: Float[Array, "J K"], dtype: Any, *, across: int = 0) -> Float32[Array, "I K"]:
@@ -53,125 +110,224 @@ def dot(a: Float[Array, "I J"], b: Float[Array, "J K"], dtype: Any, *, across: i
     return lax.dot_general(a.astype(dtype), b.astype(dtype), dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-class Slots(NamedTuple):
-    """Where `decays` puts each factor: the levels first."""
-
-    begin: int  # CENTER e^G
-    grow: int  # e^-G / CENTER
-    read: int  # from the chunk's begin to the token
-    keep: int  # from the token to the chunk's end
-    number: int
+def rows_of(*parts: Float[Array, "I J"]) -> Float[Array, "sum_I J"]:
+    return jnp.concatenate(parts, 0)
 
 
-def slots(tiles: Tiling) -> Slots:
-    n = len(tiles.levels)
-    return Slots(n, n + 1, n + 2, n + 3, n + 4)
+def columns_of(*parts: Float[Array, "I J"]) -> Float[Array, "I sum_J"]:
+    return jnp.concatenate(parts, 1)
 
 
-def decays(log_decay: Any, factors: Any, tiles: Tiling) -> Float32[Array, "1 K"]:
-    """Writes the factors of one head, a [C, K] per slot, to the ref `factors`; returns the decay of the whole chunk.
+def early(x: Float[Array, "C J"], half: int) -> Float[Array, "C/2 J"]:
+    """The rows of the earlier halves of all blocks."""
+    return rows_of(*(x[i : i + half] for i in range(0, C, 2 * half)))
+
+
+def late(x: Float[Array, "C J"], half: int) -> Float[Array, "C/2 J"]:
+    return rows_of(*(x[i + half : i + 2 * half] for i in range(0, C, 2 * half)))
+
+
+def merged(earlier: Float[Array, "C/2 J"], later: Float[Array, "C/2 J"], half: int) -> Float[Array, "C J"]:
+    """The array whose `early` and `late` these are."""
+    return rows_of(*(x[i : i + half] for i in range(0, C // 2, half) for x in (earlier, later)))
+
+
+def late_groups(tiles: Tiling, half: int) -> Array:
+    group = lax.broadcasted_iota(jnp.int32, (tiles.groups, 1), 0)
+    return group // (half // tiles.group) % 2 == 1
+
+
+def sibling(x: Float32[Array, "n K"], is_late: Array, by: int) -> Float32[Array, "n K"]:
+    """Each group's row at its place in the other half of the block, which begins `by` groups before or after."""
+    return jnp.where(is_late, pltpu.roll(x, by, 0), pltpu.roll(x, len(x) - by, 0))
+
+
+def decays(log_decay: Any, powers: Any, rows: Any, tiles: Tiling) -> Float32[Array, "1 K"]:
+    """Writes the factors of one head to the refs `powers` and `rows`; returns the decay of the whole chunk.
 
     log_decay: a ref [C, K].
     """
-    size, n = tiles.size, C // tiles.size
-    slot = slots(tiles)
-    total, begin, grow = 0.0, [], []
-    for p in range(size):
-        total += jnp.maximum(log_decay[pl.ds(p, n, stride=size), :], tiles.floor)
-        begin.append(jnp.exp(total))
-        grow.append(jnp.exp(-total))
-    whole = begin[-1]
-    rest = [x * whole for x in grow]
-    before = after = None  # decay between the tile and the middle of its block
-    tile = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
+    group, n = tiles.group, tiles.groups
+    given = [jnp.maximum(log_decay[pl.ds(p, n, stride=group), :], tiles.floor) for p in range(group)]
+    if tiles.size == group:
+        middle = group // 2
+        behind, before = _sums(given[middle:]), _sums(given[middle - 1 :: -1])
+        power = [*(-x for x in before[-2::-1]), jnp.zeros_like(given[0]), *behind]
+        begin, end = jnp.exp(before[-1]), jnp.exp(behind[-1])
+    else:
+        behind, before = _sums(given), _sums(given[:0:-1])
+        is_late = late_groups(tiles, group)
+        power = [jnp.where(is_late, b, -a) for a, b in zip([*before[::-1], jnp.zeros_like(given[0])], behind, strict=True)]
+        whole = jnp.exp(behind[-1])
+        other = sibling(whole, is_late, 1)
+        begin, end = jnp.where(is_late, other, whole), jnp.where(is_late, whole, other)
+    for p in range(group):
+        at = pl.ds(p, n, stride=PITCH)
+        powers.at[0][at, :] = jnp.exp(power[p])
+        powers.at[1][at, :] = jnp.exp(-power[p])
+    whole = begin * end
     for level, half in enumerate(tiles.levels):
-        blocks = half // size
-        late = tile // blocks % 2 == 1
-        for p in range(size):
-            factor = jnp.where(late, begin[p], rest[p])
-            if before is not None:
-                factor *= jnp.where(late, before, after)
-            factors.at[level][pl.ds(p, n, stride=size), :] = factor
-        sibling = jnp.where(late, pltpu.roll(whole, blocks, 0), pltpu.roll(whole, n - blocks, 0))
-        before = jnp.where(late, sibling, 1.0) * (1.0 if before is None else before)
-        after = jnp.where(late, 1.0, sibling) * (1.0 if after is None else after)
-        whole *= sibling
-    for p in range(size):
-        at = pl.ds(p, n, stride=size)
-        factors.at[slot.begin][at, :] = begin[p] * CENTER
-        factors.at[slot.grow][at, :] = grow[p] * (1 / CENTER)
-        factors.at[slot.read][at, :] = begin[p] * before
-        factors.at[slot.keep][at, :] = rest[p] * after
+        is_late = late_groups(tiles, half)
+        rows[level] = jnp.where(is_late, begin, end)
+        other = sibling(whole, is_late, half // group)
+        begin *= jnp.where(is_late, other, 1.0)
+        end *= jnp.where(is_late, 1.0, other)
+        whole *= other
+    rows[tiles.read], rows[tiles.keep] = begin, end
     return whole[:1]
 
 
+def _sums(x: Sequence[Array]) -> list[Array]:
+    """Of the first, the first two, ... all."""
+    sums = [x[0]]
+    for y in x[1:]:
+        sums.append(sums[-1] + y)
+    return sums
+
+
+def in_order(powers: Any, which: int, tiles: Tiling) -> Float32[Array, "C K"]:
+    """e^D (which = 0) or e^-D (1), token after token."""
+    return rows_of(*(powers[which, i * PITCH : i * PITCH + tiles.group] for i in range(tiles.groups)))
+
+
+def by_rows(x: Float32[Array, "I K"], rows: Any, tiles: Tiling, groups: Sequence[int] | None = None) -> Float32[Array, "I K"]:
+    """Tokens times the row of their group; x holds those of `groups`, or all."""
+    group = tiles.group
+    groups = range(tiles.groups) if groups is None else groups
+    return rows_of(*(x[i * group : (i + 1) * group] * rows[j : j + 1] for i, j in enumerate(groups)))
+
+
+def late_by_rows(x: Float32[Array, "C/2 K"], rows: Any, tiles: Tiling, half: int) -> Float32[Array, "C/2 K"]:
+    return by_rows(x, rows, tiles, [j for j in range(tiles.groups) if j * tiles.group // half % 2 == 1])
+
+
+def early_by_rows(x: Float32[Array, "C/2 K"], rows: Any, tiles: Tiling, half: int) -> Float32[Array, "C/2 K"]:
+    return by_rows(x, rows, tiles, [j for j in range(tiles.groups) if j * tiles.group // half % 2 == 0])
+
+
 class Masks(NamedTuple):
-    """Which pairs each product covers, and with resets which tokens read the state before the chunk and are kept after it."""
+    """All bits set where a pair, or with resets a token, counts. (Selected by `and`: a pair that does not may be infinite.)"""
 
-    tile: Bool[Array, "C C"]  # t > s in one tile
-    diagonal: Bool[Array, "C C"]
-    levels: tuple[Bool[Array, "C C"], ...]
-    reads: Bool[Array, "C 1"] | None
-    keeps: Bool[Array, "C 1"] | None
-    last_reads: Bool[Array, "1 1"] | None
+    upto: Int32[Array, "C C"]  # t >= s in one tile
+    before: Int32[Array, "C C"]  # t > s in one tile
+    after: Int32[Array, "C C"]  # the same pairs, s by row
+    inner: Int32[Array, "C/2 C"] | None  # pairs between the two groups of a tile, late rows
+    levels: tuple[Int32[Array, "C/2 C"] | None, ...]  # pairs of late rows t with s
+    levels_st: tuple[Int32[Array, "C/2 C"] | None, ...]  # of early rows s with t
+    reads: Int32[Array, "C C"] | None  # rows of tokens that read the state before the chunk
+    keeps: Int32[Array, "C C"] | None  # rows of tokens that are kept in the state after it
+    last_reads: Int32[Array, "1 C"] | None
 
 
-def masks(tiles: Tiling, resets: Int32[Array, "1 C"] | None, *, transposed: bool = False) -> Masks:
-    """resets: how many there were in the chunk up to each token. transposed: pairs as [s, t]."""
-    t = lax.broadcasted_iota(jnp.int32, (C, C), int(transposed))
-    s = lax.broadcasted_iota(jnp.int32, (C, C), int(not transposed))
-    tile = (t // tiles.size == s // tiles.size) & (t > s)
-    levels = tuple((t // half == s // half + 1) & (t // half % 2 == 1) for half in tiles.levels)
-    if resets is None:
-        return Masks(tile, t == s, levels, None, None, None)
-    row = jnp.broadcast_to(resets.astype(jnp.float32), (C, C))
-    column = row.T
-    same = row == column
-    last = row[:1, C - 1 :]
-    return Masks(
-        tile & same, t == s, tuple(level & same for level in levels), column[:, :1] == 0, column[:, :1] == last, last == 0
+def masks(tiles: Tiling, resets: Int32[Array, "1 C"] | None) -> Masks:
+    """resets: how many there were in the chunk up to each token."""
+    t, s = (lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
+    one_tile = t // tiles.size == s // tiles.size
+    same = None
+    reads = keeps = last_reads = None
+    if resets is not None:
+        row = jnp.broadcast_to(resets.astype(jnp.float32), (C, C))
+        column = row.T
+        same = bits(row == column)
+        reads, keeps = bits(column == 0), bits(column == column[C - 1 :])
+        last_reads = reads[C - 1 :]
+
+    def blocks(half, part):
+        row, lane = (lax.broadcasted_iota(jnp.int32, (C // 2, C), axis) for axis in (0, 1))
+        one_block = None if half == C // 2 else bits(row // half == lane // (2 * half))
+        return _both(one_block, None if same is None else part(same, half))
+
+    inner = None
+    if tiles.size > tiles.group:
+        group = tiles.group
+        row, lane = (lax.broadcasted_iota(jnp.int32, (C // 2, C), axis) for axis in (0, 1))
+        inner = _both(bits(row // group * 2 == lane // group), None if same is None else late(same, group))
+    upto, before, after = (_both(bits(one_tile & m), same) for m in (t >= s, t > s, t < s))
+    levels, levels_st = (tuple(blocks(half, part) for half in tiles.levels) for part in (late, early))
+    return Masks(upto, before, after, inner, levels, levels_st, reads, keeps, last_reads)
+
+
+def bits(mask: Array) -> Int32[Array, "..."]:
+    return jnp.where(mask, -1, 0)
+
+
+def _both(a: Array | None, b: Array | None) -> Any:
+    return b if a is None else a if b is None else a & b
+
+
+def masked(mask: Int32[Array, "..."] | None, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    if mask is None:
+        return x
+    width = x.shape[1] // mask.shape[1]
+    mask = mask if width == 1 else columns_of(*[mask] * width)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & mask, jnp.float32)
+
+
+def in_columns(row: Float32[Array, "1 C"], width: int) -> Float32[Array, "C width"]:
+    """A number per token, across the lanes of its row."""
+    column = jnp.broadcast_to(row, (C, C)).T
+    return column if width == C else columns_of(*[column] * (width // C))
+
+
+class Tokens(NamedTuple):
+    """A chunk's tokens as readers and as writers (see above), and each with the factor of the level, of `read` or of `keep`."""
+
+    q: Float32[Array, "C K"]
+    k: Float32[Array, "C K"]
+    w: Float32[Array, "C K"]
+    levels: tuple[tuple[Float32[Array, "C/2 K"], Float32[Array, "C/2 K"], Float32[Array, "C/2 K"]], ...]  # late q and k, early w
+    q_read: Float32[Array, "C K"]
+    k_read: Float32[Array, "C K"]
+    w_keep: Float32[Array, "C K"]
+
+
+def tokens(
+    q: Float32[Array, "C K"], k: Float32[Array, "C K"], beta_k: Float32[Array, "C K"], powers: Any, rows: Any, pairs: Masks,
+    tiles: Tiling,
+) -> Tokens:
+    reads = in_order(powers, 0, tiles)
+    q, k, w = q * reads, k * reads, beta_k * in_order(powers, 1, tiles)
+    levels = tuple(
+        (late_by_rows(late(q, half), rows.at[i], tiles, half), late_by_rows(late(k, half), rows.at[i], tiles, half),
+         early_by_rows(early(w, half), rows.at[i], tiles, half))
+        for i, half in enumerate(tiles.levels)
     )
+    read, keep = rows.at[tiles.read], rows.at[tiles.keep]
+    q_read, k_read = (masked(pairs.reads, by_rows(x, read, tiles)) for x in (q, k))
+    return Tokens(q, k, w, levels, q_read, k_read, masked(pairs.keeps, by_rows(w, keep, tiles)))
 
 
-def masked(mask: Bool[Array, "..."] | None, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    return x if mask is None else jnp.where(mask, x, 0.0)
-
-
-def products(
-    q: Float32[Array, "C K"], k: Float32[Array, "C K"], factors: Any, pairs: Masks, tiles: Tiling, dtype: Any
-) -> tuple[Float32[Array, "C C"], list[Float32[Array, "C C"]]]:
-    """A, and L in parts: of the tiles, then of each level."""
-    slot = slots(tiles)
-    begin = factors[slot.begin]
-    both = dot(jnp.concatenate([q * begin, k * begin], 0), k * factors[slot.grow], dtype, across=1)
-    A = masked(pairs.tile | pairs.diagonal, both[:C])
-    L = [masked(pairs.tile, both[C:])]
-    for level, mask in enumerate(pairs.levels):
-        rows = jnp.concatenate([q * factors[level], k * factors[level]], 0)
-        both = dot(rows, rows[C:], dtype, across=1)
-        A = jnp.where(mask, both[:C], A)
-        L.append(masked(mask, both[C:]))
+def products(x: Tokens, pairs: Masks, tiles: Tiling, dtype: Any) -> tuple[Float32[Array, "C C"], list[Float32[Array, "R C"]]]:
+    """A, and L in parts: of the tiles [C, C], then of each level, its late rows [C/2, C]. Both are times beta of the writer."""
+    both = dot(rows_of(x.q, x.k), x.w, dtype, across=1)
+    A, L = masked(pairs.upto, both[:C]), [masked(pairs.before, both[C:])]
+    for half, mask, (q, k, w) in zip(tiles.levels, pairs.levels, x.levels, strict=True):
+        both = dot(rows_of(q, k), merged(w, jnp.zeros_like(w), half), dtype, across=1)
+        A = merged(early(A, half), late(A, half) + masked(mask, both[: C // 2]), half)
+        L.append(masked(mask, both[C // 2 :]))
     return A, L
 
 
-def inverse(L: list[Float32[Array, "C C"]], beta: Float32[Array, "1 C"], tiles: Tiling, dtype: Any) -> Float32[Array, "C C"]:
-    """(I + L diag(beta))^-1: by substitution within 8 or 16 tokens, then by halves.
+def inverse(L: list[Float32[Array, "R C"]], pairs: Masks, tiles: Tiling, dtype: Any) -> Float32[Array, "C C"]:
+    """(I + L)^-1: by substitution within groups of tokens, then by halves.
 
     No powers of L, which grow where keys repeat.
     """
-    L = [x * beta for x in L]
-    levels = list(zip(tiles.levels, L[1:], strict=True))
-    size, small = tiles.size, L[0]
-    while size < 8:
-        size, small = 2 * size, small + levels.pop(0)[1]
-    lane = lax.broadcasted_iota(jnp.int32, (size, C), 1)
-    row = lax.broadcasted_iota(jnp.int32, (size, C), 0)
-    block = sum(jnp.where(lane // size == i, small[i * size : (i + 1) * size], 0.0) for i in range(C // size))
-    solved = jnp.where(lane % size == row, 1.0, 0.0)
-    for s in range(size - 1):
-        column = jnp.take_along_axis(block, lane // size * size + s, axis=1)
+    group, n = tiles.group, tiles.groups
+    lane = lax.broadcasted_iota(jnp.int32, (group, C), 1)
+    row = lax.broadcasted_iota(jnp.int32, (group, C), 0)
+    block = sum(jnp.where(lane // group == i, L[0][i * group : (i + 1) * group], 0.0) for i in range(n))
+    solved = jnp.where(lane % group == row, 1.0, 0.0)
+    for s in range(group - 1):
+        column = jnp.take_along_axis(block, lane // group * group + s, axis=1)
         solved -= column * solved[s : s + 1]
-    whole = jnp.concatenate([jnp.where(lane // size == i, solved, 0.0) for i in range(C // size)], 0)
-    for _, between in levels:
-        whole -= dot(whole, dot(between, whole, dtype), dtype)
+    whole = rows_of(*(jnp.where(lane // group == i, solved, 0.0) for i in range(n)))
+    between = list(zip(tiles.levels, L[1:], strict=True))
+    if tiles.size > group:
+        between.insert(0, (group, masked(pairs.inner, late(L[0], group))))
+    for half, part in between:
+        inside = dot(part, whole, dtype)
+        later = late(whole, half)
+        later -= dot(later, merged(jnp.zeros_like(inside), inside, half), dtype)
+        whole = merged(early(whole, half), later, half)
     return whole

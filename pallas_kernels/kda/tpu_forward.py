@@ -1,7 +1,6 @@
-"""The forward kernel: chunk after chunk, the states of a few heads in VMEM.
+"""The forward kernel: chunk after chunk, the state in VMEM.
 
-The state is held transposed, [V, K], and so are the rows that pass through it: then the decay of the chunk is a row, beta is a
-row, and no product needs a transposition but that of v.
+The state is held transposed, [V, K], and so is what is written to it: then the decay of the chunk is a row.
 """
 
 from functools import partial
@@ -13,15 +12,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.kda.tpu_chunk import C, Tiling, decays, dot, inverse, masked, masks, products, slots
+from pallas_kernels.kda.tpu_chunk import (
+    C,
+    Masks,
+    Steps,
+    Tiling,
+    Tokens,
+    columns_of,
+    decays,
+    dot,
+    in_columns,
+    inverse,
+    masked,
+    masks,
+    products,
+    steps,
+    tokens,
+)
 from pallas_kernels.target import current
 
-HEADS = 1  # per grid step: as many chains of dependent products run side by side
-
-
-def heads_per_step(H: int, most: int) -> int:
-    """The largest divisor of H up to `most`."""
-    return next(n for n in range(min(H, most), 0, -1) if H % n == 0)
+ABREAST = 2  # chunks at a time
 
 
 def forward(
@@ -29,8 +39,8 @@ def forward(
     k: Float[Array, "B H T K"],
     v: Float[Array, "B H T V"],
     log_decay: Float32[Array, "B H T K"],
-    beta: Float32[Array, "B H 1 T"],
-    resets: Int32[Array, "B 1 T"] | None,
+    beta: Float32[Array, "B H N 1 C"],
+    resets: Int32[Array, "B N 1 C"] | None,
     state: Float32[Array, "B H V K"],
     *,
     tiles: Tiling,
@@ -39,57 +49,71 @@ def forward(
     """o, the last state, and with `save` the state before each chunk in q's dtype, [B, H, N, V, K]. T is a multiple of C."""
     B, H, T, K = q.shape
     V = v.shape[-1]
-    N, heads = T // C, heads_per_step(H, HEADS)
-    tokens = partial(_tokens, heads)
-    whole = pl.BlockSpec((None, heads, V, K), lambda b, h, i: (b, h, 0, 0))
-    inputs = [(q, tokens(K)), (k, tokens(K)), (v, tokens(V)), (log_decay, tokens(K))]
-    inputs += [(beta, pl.BlockSpec((None, heads, 1, C), lambda b, h, i: (b, h, 0, i))), (state, whole)]
+    step = steps(T, ABREAST)
+    n = step.chunks
+
+    def by_token(width):
+        return pl.BlockSpec((None, None, n * C, width), lambda b, h, i: (b, h, i, 0))
+
+    def by_chunk(*sizes):
+        return pl.BlockSpec((None, None, n, *sizes), lambda b, h, i: (b, h, i, 0, 0))
+
+    whole = pl.BlockSpec((None, None, V, K), lambda b, h, i: (b, h, 0, 0))
+    inputs = [(q, by_token(K)), (k, by_token(K)), (v, by_token(V)), (log_decay, by_token(K)), (beta, by_chunk(1, C)), (state, whole)]
     if resets is not None:
-        inputs.append((resets, pl.BlockSpec((None, 1, C), lambda b, h, i: (b, 0, i))))
-    outputs = [(jax.ShapeDtypeStruct(v.shape, v.dtype), tokens(V)), (jax.ShapeDtypeStruct(state.shape, jnp.float32), whole)]
+        inputs.append((resets, pl.BlockSpec((None, n, 1, C), lambda b, h, i: (b, i, 0, 0))))
+    outputs = [(jax.ShapeDtypeStruct(v.shape, v.dtype), by_token(V)), (jax.ShapeDtypeStruct(state.shape, jnp.float32), whole)]
     if save:
-        chunk = pl.BlockSpec((None, heads, None, V, K), lambda b, h, i: (b, h, i, 0, 0))
-        outputs.append((jax.ShapeDtypeStruct((B, H, N, V, K), q.dtype), chunk))
+        outputs.append((jax.ShapeDtypeStruct((B, H, T // C, V, K), q.dtype), by_chunk(V, K)))
     return pl.pallas_call(
-        partial(_kernel, tiles=tiles, has_resets=resets is not None, save=save),
+        partial(_kernel, tiles=tiles, step=step, has_resets=resets is not None, save=save),
         name="kda_forward",
-        grid=(B, H // heads, N),
+        grid=(B, H, T // C // n),
         in_specs=[spec for _, spec in inputs],
         out_specs=[spec for _, spec in outputs],
         out_shape=[shape for shape, _ in outputs],
-        scratch_shapes=[pltpu.VMEM((heads, slots(tiles).number, C, K), jnp.float32)],
+        scratch_shapes=tiles.scratch(step.abreast, K),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=current().interpret,
     )(*(x for x, _ in inputs))
 
 
-def _tokens(heads: int, width: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, heads, C, width), lambda b, h, i: (b, h, i, 0))
+def tokens_of(
+    at: Any, q_ref: Any, k_ref: Any, beta: Float32[Array, "1 C"], powers: Any, rows: Any, pairs: Masks, tiles: Tiling
+) -> Tokens:
+    """Tokens `at` of the refs, whose factors `decays` has written."""
+    q, k = q_ref[at, :].astype(jnp.float32), k_ref[at, :].astype(jnp.float32)
+    return tokens(q, k, k * in_columns(beta, k.shape[1]), powers, rows, pairs, tiles)
 
 
-def _kernel(*refs: Any, tiles: Tiling, has_resets: bool, save: bool) -> None:
+def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool, save: bool) -> None:
     q_ref, k_ref, v_ref, log_decay_ref, beta_ref, first_ref, *refs = refs
     resets_ref = refs.pop(0) if has_resets else None
-    o_ref, state_ref, *saved_ref, factors_ref = refs
+    o_ref, state_ref, *saved_ref, powers_ref, rows_ref = refs
     dtype = q_ref.dtype
-    slot = slots(tiles)
+    each = range(step.abreast)
 
     @pl.when(pl.program_id(2) == 0)
     def _():
         state_ref[...] = first_ref[...]
 
-    pairs = masks(tiles, None if resets_ref is None else resets_ref[...])
-    for h in range(q_ref.shape[0]):
-        factors = factors_ref.at[h]
-        last = masked(pairs.last_reads, decays(log_decay_ref.at[h], factors, tiles))
-        q, k = q_ref[h].astype(jnp.float32), k_ref[h].astype(jnp.float32)
-        v, beta, state = v_ref[h].astype(jnp.float32), beta_ref[h], state_ref[h]
-        if save:
-            saved_ref[0][h] = state.astype(dtype)
-        A, L = products(q, k, factors, pairs, tiles, dtype)
-        solve = inverse(L, beta, tiles, dtype)
-        read, keep = masked(pairs.reads, factors[slot.read]), masked(pairs.keeps, factors[slot.keep])
-        error = v.T - dot(state, k * read, dtype, across=1)
-        write = dot(error, solve, dtype, across=1) * beta
-        o_ref[h] = (dot(q * read, state, dtype, across=1) + dot(A, write, dtype, across=1)).astype(o_ref.dtype)
-        state_ref[h] = state * last + dot(write, k * keep, dtype)
+    def some(i: Any) -> None:
+        chunks = step.of(i)
+        at = [pl.ds(pl.multiple_of(c * C, C), C) for c in chunks]
+        pairs = [masks(tiles, resets_ref[c]) for c in chunks] if resets_ref is not None else [masks(tiles, None)] * step.abreast
+        last = [masked(pairs[j].last_reads, decays(log_decay_ref.at[at[j]], powers_ref.at[j], rows_ref.at[j], tiles)) for j in each]
+        x = [tokens_of(at[j], q_ref, k_ref, beta_ref[chunks[j]], powers_ref.at[j], rows_ref.at[j], pairs[j], tiles) for j in each]
+        A, L = zip(*(products(x[j], pairs[j], tiles, dtype) for j in each), strict=True)
+        solve = [inverse(L[j], pairs[j], tiles, dtype) for j in each]
+        state = state_ref[...]
+        for j in each:
+            if save:
+                saved_ref[0][chunks[j]] = state.astype(dtype)
+            error = v_ref[at[j], :].astype(jnp.float32) - dot(x[j].k_read, state, dtype, across=1)
+            write = dot(error.T, solve[j], dtype, across=1)
+            read = columns_of(x[j].q_read.astype(dtype), A[j].astype(dtype))
+            o_ref[at[j], :] = dot(read, columns_of(state, write), dtype, across=1).astype(o_ref.dtype)
+            state = state * last[j] + dot(write, x[j].w_keep, dtype)
+        state_ref[...] = state
+
+    step.run(some)

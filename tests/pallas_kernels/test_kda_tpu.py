@@ -57,13 +57,13 @@ def assert_recurrence(inputs, lengths, tolerance, reset=None, decay_floor=-5.0):
     real = np.arange(T) < lengths[:, None]
     do, dstate = draw_cotangents(inputs)
     do = np.where(real[..., None, None], do, 0)
+    reset = np.zeros_like(real) if reset is None else reset & real
     got = run(where_tokens(real, inputs, inert(1e4)), (do, dstate), reset, decay_floor=decay_floor)
     for row, length in enumerate(lengths):
         if length:
             at = slice(row, row + 1), slice(length)
             alone = *(x[at] for x in inputs[:5]), inputs[5][at[:1]]
-            resets = None if reset is None else reset[at]
-            want = recurrence_fp64(alone, resets, (do[at], dstate[at[:1]]))
+            want = recurrence_fp64(alone, reset[at], (do[at], dstate[at[:1]]))
             grads = {name: got[2][name][at] for name in NAMES[:5]} | {"state": got[2]["state"][at[:1]]}
             assert_near((got[0][at], got[1][at[:1]], grads), want, tolerance, absolute=1e-6)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
@@ -104,10 +104,11 @@ def test_packed_rows_equal_the_recurrence_and_a_row_that_begins_anew_does_not_re
     reset = np.random.default_rng(2).random((ROWS, T)) < np.geomspace(0.003, 0.9, ROWS)[:, None]
     reset[0], reset[1] = np.isin(np.arange(T), [1, 131, 132, 196]), False
     reset[2:5, 0] = True
-    got = assert_recurrence(rows(), np.where(np.arange(ROWS) % 2 == 0, 200, 0), 5e-6, reset)
-    poisoned = (*rows()[:5], np.where(reset[:, 0, None, None, None], np.nan, rows()[5]))
-    real = np.arange(T) < np.where(np.arange(ROWS) % 2 == 0, 200, 0)[:, None]
-    assert_same_bits(run(where_tokens(real, poisoned, inert(1e4)), reset=reset)[:2], got[:2])
+    lengths = np.where(np.arange(ROWS) % 2 == 0, 200, 0)
+    got = assert_recurrence(rows(), lengths, 5e-6, reset)
+    real = np.arange(T) < lengths[:, None]
+    poisoned = (*rows()[:5], np.where((reset & real)[:, 0, None, None, None], np.nan, rows()[5]))
+    assert_same_bits(run(where_tokens(real, poisoned, inert(1e4)), reset=reset & real)[:2], got[:2])
 
 
 def test_later_tokens_change_no_bit_before_them_and_get_no_gradient_from_there():
