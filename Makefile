@@ -25,8 +25,8 @@ check: $(VENV)/.test  ## ruff, pyright, import directions
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.base  ## ops against their references; the README's table is the first
-	$(BIN)/python -m pallas_kernels.kda.bench
-	$(BIN)/python -m pallas_kernels.grouped_matmul.bench
+	$(BIN)/python -m pallas_kernels.kda.bench_cpu
+	$(BIN)/python -m pallas_kernels.grouped_matmul.bench_cpu
 
 tpu-aot: $(VENV)/.tpu  ## every kernel compiled for TPUs that are not here; fails where a figure is over 10 % worse than on record
 	$(BIN)/python -m pallas_kernels.aot --chip v5p v6e tpu7x
