@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AxisType
 
 
 class Target(NamedTuple):
@@ -42,9 +43,16 @@ def current() -> Target:
 
 
 def why_not_on(platform: str) -> str | None:
-    """Why a kernel of `platform` cannot run on the current target; None if it can."""
-    here = current().platform
-    return None if here == platform else f"it is a kernel for {platform}, and programs are compiled for {here} here"
+    """Why a kernel of `platform` cannot run on the current target, or over the current mesh; None if it can."""
+    here, mesh = current().platform, jax.sharding.get_abstract_mesh()
+    if here != platform:
+        return f"it is a kernel for {platform}, and programs are compiled for {here} here"
+    axes = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind != AxisType.Manual and mesh.shape[name] > 1]
+    if axes:
+        return (f"operands may be spread over the mesh axes {', '.join(axes)}, and a kernel sees one device's: call the op inside "
+                "jax.shard_map")
+    return None
 
 
 def device_kind() -> str | None:

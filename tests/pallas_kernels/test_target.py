@@ -38,3 +38,18 @@ def test_a_program_is_traced_again_for_another_target():
 def test_an_unknown_platform_is_refused():
     with pytest.raises(ValueError, match="unknown platform 'cuda'. Choose one of cpu, gpu, tpu"):
         target("cuda")
+
+
+def test_a_kernel_refuses_operands_spread_over_a_mesh_and_runs_inside_a_shard_map():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    inside = []
+
+    def local(x):
+        inside.append(why_not_on("tpu"))
+        return x
+
+    with target("tpu", interpret=True), jax.set_mesh(mesh):
+        assert "data, tensor" in why_not_on("tpu") and "shard_map" in why_not_on("tpu")
+        spec = jax.sharding.PartitionSpec("data", "tensor")
+        jax.eval_shape(jax.shard_map(local, in_specs=spec, out_specs=spec), jax.ShapeDtypeStruct((8, 8), "float32"))
+    assert inside == [None]
