@@ -1,5 +1,6 @@
 """Kimi Delta Attention, the delta rule with one decay per key channel (Kimi Linear, arXiv 2510.26692)."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.dispatch import run
@@ -42,6 +43,32 @@ def kda(
     caller pads. Its other inputs must still be finite (zero times NaN is NaN).
     """
     return run("kda", IMPLS, impl, q, k, v, log_decay, beta, state, reset=reset, start=start, decay_floor=decay_floor)
+
+
+def kda_transition(
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float32[Array, "B T H K"],
+    beta: Float32[Array, "B T H"],
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    start: Int32[Array, " B"] | None = None,
+    decay_floor: float | None = None,
+    impl: str | None = None,
+) -> tuple[Float32[Array, "B H K K"], Float32[Array, "B H K V"]]:
+    """What T tokens do to any state: (M, S) such that `kda` ends in M state + S.
+
+    Segments compose: (M1, S1), then (M2, S2), is (M2 M1, M2 S1 + S2). So devices that hold successive segments of a sequence
+    exchange these two, whatever its length. M is the product of the (I - beta k k') diag(exp(log_decay)), last token first, and
+    zero once there was a reset. Arguments as in `kda`, of which this is one call: of values that are zero for the columns of M.
+    """
+    B, T, H, K = k.shape
+    V = v.shape[-1]
+    values = jnp.concatenate([jnp.zeros((B, T, H, K), v.dtype), v], -1)
+    state = jnp.broadcast_to(jnp.eye(K, K + V), (B, H, K, K + V))
+    options = {"reset": reset, "start": start, "decay_floor": decay_floor, "impl": impl}
+    _, last = kda(jnp.zeros_like(k), k, values, log_decay, beta, state, **options)
+    return last[..., :K], last[..., K:]
 
 
 def kda_step(

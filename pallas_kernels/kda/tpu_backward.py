@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.kda.tpu_chunk import (
     PITCH,
+    VMEM,
     C,
     Masks,
     Steps,
@@ -53,7 +54,7 @@ def backward(
     log_decay: Float32[Array, "B H T K"],
     beta: Float32[Array, "B H N 1 C"],
     resets: Int32[Array, "B N 1 C"] | None,
-    states: Float[Array, "B H N V K"],
+    states: Float32[Array, "B H N V K"],
     do: Float[Array, "B H T V"],
     dstate: Float32[Array, "B H V K"],
     *,
@@ -86,7 +87,7 @@ def backward(
         out_specs=[spec for _, spec in outputs],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outputs],
         scratch_shapes=tiles.scratch(step.abreast, K),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM),
         interpret=current().interpret,
     )(*(x for x, _ in inputs))
 
@@ -110,31 +111,33 @@ def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool) -> None:
         x = [tokens_of(at[j], q_ref, k_ref, beta_ref[chunks[j]], powers_ref.at[j], rows_ref.at[j], pairs[j], tiles) for j in each]
         A, L = zip(*(products(x[j], pairs[j], tiles, dtype) for j in each), strict=True)
         solve = [inverse(L[j], pairs[j], tiles, dtype) for j in each]
-        state, do = [before_ref[c].astype(jnp.float32) for c in chunks], [do_ref[a, :].astype(jnp.float32) for a in at]
+        state = [before_ref[c] for c in chunks]
         error = [v_ref[at[j], :].astype(jnp.float32) - dot(x[j].k_read, state[j], dtype, across=1) for j in each]
         write = [dot(solve[j], error[j], dtype) for j in each]
+        seen = [dot(solve[j], x[j].k_read, dtype) for j in each]
+        do_st = [do_ref[a, :].T for a in at]
+        dread = [dot(do_st[j], A[j], dtype) for j in each]
+        through = [dot(do_st[j], x[j].q_read, dtype) for j in each]
 
-        passed, dlast = [], []
-        dnext = dstate_ref[...]
+        dnexts, dwrites = [dstate_ref[...]], []
         for j in each:
-            do_st = do[j].T
-            dwrite = dot(do_st, A[j], dtype) + dot(dnext, x[j].w_keep, dtype, across=1)
-            derror = dot(dwrite, solve[j], dtype)
-            passed.append(_Passed(do[j], rows_of(do[j], -derror.T), write[j], state[j], dnext))
-            dlast.append(last[j] * jnp.sum(state[j] * dnext, 0, keepdims=True))
-            reads = rows_of(x[j].q_read, x[j].k_read)
-            dnext = dnext * last[j] + dot(columns_of(do_st, -derror), reads, dtype)
-        dstate_ref[...] = dnext
+            dwrites.append(dread[j] + dot(dnexts[j], x[j].w_keep, dtype, across=1))
+            dnexts.append(dnexts[j] * last[j] + through[j] - dot(dwrites[j], seen[j], dtype))
+        dstate_ref[...] = dnexts.pop()
+        dlast = [last[j] * jnp.sum(state[j] * dnexts[j], 0, keepdims=True) for j in each]
+        dseen = [(-dot(dwrites[j], solve[j], dtype)).astype(dtype).T for j in each]
+        do = [do_ref[a, :] for a in at]
+        passed = [_Passed(rows_of(do[j], dseen[j]), write[j], state[j], dnexts[j]) for j in each]
         grads = [_token_gradients(x[j], passed[j], rows_ref.at[j], pairs[j], tiles, dtype) for j in each]
         for j in each:
             q, k = q_ref[at[j], :].astype(jnp.float32), k_ref[at[j], :].astype(jnp.float32)
             beta = in_columns(beta_ref[chunks[j]], k.shape[1])
             reads, writes = in_order(powers_ref.at[j], 0, tiles), in_order(powers_ref.at[j], 1, tiles)
-            same = jnp.sum(do[j] * write[j], 1, keepdims=True)  # of the pairs t = s, which no decay enters
+            same = jnp.sum(do[j].astype(jnp.float32) * write[j], 1, keepdims=True)  # of the pairs t = s, which no decay enters
             dbeta_k = grads[j].w * writes + same * q
             dq_ref[at[j], :] = (grads[j].q * reads + same * (beta * k)).astype(dq_ref.dtype)
             dk_ref[at[j], :] = (grads[j].k * reads + dbeta_k * beta).astype(dk_ref.dtype)
-            dv_ref[at[j], :] = (-passed[j].dread[C:]).astype(dv_ref.dtype)
+            dv_ref[at[j], :] = (-dseen[j].astype(jnp.float32)).astype(dv_ref.dtype)
             dbeta_ref[chunks[j]] = jnp.sum((dbeta_k * k).T, 0, keepdims=True)
             for g in range(tiles.groups):
                 rows = grads[j].power[g * tiles.group : (g + 1) * tiles.group]
@@ -148,8 +151,7 @@ def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool) -> None:
 
 
 class _Passed(NamedTuple):
-    do: Float32[Array, "C V"]
-    dread: Float32[Array, "2C V"]  # do, then the gradient of what k reads
+    dread: Float[Array, "2C V"]  # the gradient of what q and what k read of the state
     write: Float32[Array, "C V"]
     state: Float32[Array, "V K"]
     dnext: Float32[Array, "V K"]

@@ -28,6 +28,8 @@ from jaxtyping import Array, Float, Float32, Int32
 C = 128  # tokens of a chunk: the width of a vector register, so that a [C, C] array fills registers
 RANGE = 80.0  # nats from the middle of a tile to its ends: e^80 and e^-80 are normal numbers in fp32 and bf16
 LIMIT = {jnp.dtype(jnp.float32): -20.0, jnp.dtype(jnp.bfloat16): -10.0}  # e^limit is below the rounding of a product
+VMEM = 32 * 2**20  # bytes that XLA leaves to a kernel: about twice of what the backward takes for K = V = 256
+SMALL = 8  # tokens whose triangle is inverted by substitution: the rows of one register
 PITCH = 24  # rows between groups where e^D is stored: rows 0, 24, 48, 72 lie in different banks of VMEM, as 0, 16, 32, 48 do not
 
 
@@ -51,6 +53,11 @@ class Tiling(NamedTuple):
     def levels(self) -> tuple[int, ...]:
         """Tokens in half a block of each level."""
         return tuple(self.size << i for i in range((C // self.size).bit_length() - 1))
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The same within a tile, down to SMALL."""
+        return tuple(SMALL << i for i in range((self.size // SMALL).bit_length() - 1))
 
     @property
     def read(self) -> int:
@@ -211,7 +218,7 @@ class Masks(NamedTuple):
     upto: Int32[Array, "C C"]  # t >= s in one tile
     before: Int32[Array, "C C"]  # t > s in one tile
     after: Int32[Array, "C C"]  # the same pairs, s by row
-    inner: Int32[Array, "C/2 C"] | None  # pairs between the two groups of a tile, late rows
+    inner: tuple[Int32[Array, "C/2 C"], ...]  # pairs of late rows in blocks smaller than a tile
     levels: tuple[Int32[Array, "C/2 C"] | None, ...]  # pairs of late rows t with s
     levels_st: tuple[Int32[Array, "C/2 C"] | None, ...]  # of early rows s with t
     reads: Int32[Array, "C C"] | None  # rows of tokens that read the state before the chunk
@@ -226,22 +233,19 @@ def masks(tiles: Tiling, resets: Int32[Array, "1 C"] | None) -> Masks:
     same = None
     reads = keeps = last_reads = None
     if resets is not None:
-        row = jnp.broadcast_to(resets.astype(jnp.float32), (C, C))
-        column = row.T
-        same = bits(row == column)
+        count = jnp.broadcast_to(resets.astype(jnp.float32), (C, C))
+        column = count.T
+        same = bits(count == column)
         reads, keeps = bits(column == 0), bits(column == column[C - 1 :])
         last_reads = reads[C - 1 :]
 
+    row, lane = (lax.broadcasted_iota(jnp.int32, (C // 2, C), axis) for axis in (0, 1))
+
     def blocks(half, part):
-        row, lane = (lax.broadcasted_iota(jnp.int32, (C // 2, C), axis) for axis in (0, 1))
         one_block = None if half == C // 2 else bits(row // half == lane // (2 * half))
         return _both(one_block, None if same is None else part(same, half))
 
-    inner = None
-    if tiles.size > tiles.group:
-        group = tiles.group
-        row, lane = (lax.broadcasted_iota(jnp.int32, (C // 2, C), axis) for axis in (0, 1))
-        inner = _both(bits(row // group * 2 == lane // group), None if same is None else late(same, group))
+    inner = tuple(_both(bits(row // half * 2 == lane // half), None if same is None else late(same, half)) for half in tiles.inner)
     upto, before, after = (_both(bits(one_tile & m), same) for m in (t >= s, t > s, t < s))
     levels, levels_st = (tuple(blocks(half, part) for half in tiles.levels) for part in (late, early))
     return Masks(upto, before, after, inner, levels, levels_st, reads, keeps, last_reads)
@@ -309,23 +313,21 @@ def products(x: Tokens, pairs: Masks, tiles: Tiling, dtype: Any) -> tuple[Float3
 
 
 def inverse(L: list[Float32[Array, "R C"]], pairs: Masks, tiles: Tiling, dtype: Any) -> Float32[Array, "C C"]:
-    """(I + L)^-1: by substitution within groups of tokens, then by halves.
+    """(I + L)^-1: by substitution within 8 tokens, then by halves.
 
     No powers of L, which grow where keys repeat.
     """
-    group, n = tiles.group, tiles.groups
-    lane = lax.broadcasted_iota(jnp.int32, (group, C), 1)
-    row = lax.broadcasted_iota(jnp.int32, (group, C), 0)
-    block = sum(jnp.where(lane // group == i, L[0][i * group : (i + 1) * group], 0.0) for i in range(n))
-    solved = jnp.where(lane % group == row, 1.0, 0.0)
-    for s in range(group - 1):
-        column = jnp.take_along_axis(block, lane // group * group + s, axis=1)
+    lane = lax.broadcasted_iota(jnp.int32, (SMALL, C), 1)
+    row = lax.broadcasted_iota(jnp.int32, (SMALL, C), 0)
+    own = [bits(lane // SMALL == i) for i in range(C // SMALL)]
+    block = sum(masked(mask, L[0][i * SMALL : (i + 1) * SMALL]) for i, mask in enumerate(own))
+    solved = jnp.where(lane % SMALL == row, 1.0, 0.0)
+    for s in range(SMALL - 1):
+        column = jnp.take_along_axis(block, lane // SMALL * SMALL + s, axis=1)
         solved -= column * solved[s : s + 1]
-    whole = rows_of(*(jnp.where(lane // group == i, solved, 0.0) for i in range(n)))
-    between = list(zip(tiles.levels, L[1:], strict=True))
-    if tiles.size > group:
-        between.insert(0, (group, masked(pairs.inner, late(L[0], group))))
-    for half, part in between:
+    whole = rows_of(*(masked(mask, solved) for mask in own))
+    inner = [(half, masked(mask, late(L[0], half))) for half, mask in zip(tiles.inner, pairs.inner, strict=True)]
+    for half, part in [*inner, *zip(tiles.levels, L[1:], strict=True)]:
         inside = dot(part, whole, dtype)
         later = late(whole, half)
         later -= dot(later, merged(jnp.zeros_like(inside), inside, half), dtype)

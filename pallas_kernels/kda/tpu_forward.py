@@ -1,6 +1,7 @@
 """The forward kernel: chunk after chunk, the state in VMEM.
 
-The state is held transposed, [V, K], and so is what is written to it: then the decay of the chunk is a row.
+The state is held transposed, [V, K], and so is what is written to it: then the decay of the chunk is a row. From one state to the
+next lead two products, for (I + L)^-1 (v - k S) is the difference of what a chunk wants to write and of what it has seen.
 """
 
 from functools import partial
@@ -13,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.kda.tpu_chunk import (
+    VMEM,
     C,
     Masks,
     Steps,
@@ -31,7 +33,7 @@ from pallas_kernels.kda.tpu_chunk import (
 )
 from pallas_kernels.target import current
 
-ABREAST = 2  # chunks at a time
+ABREAST = 4  # chunks at a time
 
 
 def forward(
@@ -46,7 +48,7 @@ def forward(
     tiles: Tiling,
     save: bool,
 ) -> list[Array]:
-    """o, the last state, and with `save` the state before each chunk in q's dtype, [B, H, N, V, K]. T is a multiple of C."""
+    """o, the last state, and with `save` the state before each chunk, [B, H, N, V, K]. T is a multiple of C."""
     B, H, T, K = q.shape
     V = v.shape[-1]
     step = steps(T, ABREAST)
@@ -64,7 +66,7 @@ def forward(
         inputs.append((resets, pl.BlockSpec((None, n, 1, C), lambda b, h, i: (b, i, 0, 0))))
     outputs = [(jax.ShapeDtypeStruct(v.shape, v.dtype), by_token(V)), (jax.ShapeDtypeStruct(state.shape, jnp.float32), whole)]
     if save:
-        outputs.append((jax.ShapeDtypeStruct((B, H, T // C, V, K), q.dtype), by_chunk(V, K)))
+        outputs.append((jax.ShapeDtypeStruct((B, H, T // C, V, K), jnp.float32), by_chunk(V, K)))
     return pl.pallas_call(
         partial(_kernel, tiles=tiles, step=step, has_resets=resets is not None, save=save),
         name="kda_forward",
@@ -73,7 +75,7 @@ def forward(
         out_specs=[spec for _, spec in outputs],
         out_shape=[shape for shape, _ in outputs],
         scratch_shapes=tiles.scratch(step.abreast, K),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM),
         interpret=current().interpret,
     )(*(x for x, _ in inputs))
 
@@ -105,13 +107,14 @@ def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool, save: bool
         x = [tokens_of(at[j], q_ref, k_ref, beta_ref[chunks[j]], powers_ref.at[j], rows_ref.at[j], pairs[j], tiles) for j in each]
         A, L = zip(*(products(x[j], pairs[j], tiles, dtype) for j in each), strict=True)
         solve = [inverse(L[j], pairs[j], tiles, dtype) for j in each]
+        wanted = [dot(solve[j], v_ref[at[j], :], dtype).T for j in each]
+        seen = [dot(solve[j], x[j].k_read, dtype) for j in each]
         state = state_ref[...]
         for j in each:
             if save:
-                saved_ref[0][chunks[j]] = state.astype(dtype)
-            error = v_ref[at[j], :].astype(jnp.float32) - dot(x[j].k_read, state, dtype, across=1)
-            write = dot(error.T, solve[j], dtype, across=1)
-            read = columns_of(x[j].q_read.astype(dtype), A[j].astype(dtype))
+                saved_ref[0][chunks[j]] = state
+            write = wanted[j] - dot(state, seen[j], dtype, across=1)
+            read = columns_of(x[j].q_read, A[j])
             o_ref[at[j], :] = dot(read, columns_of(state, write), dtype, across=1).astype(o_ref.dtype)
             state = state * last[j] + dot(write, x[j].w_keep, dtype)
         state_ref[...] = state

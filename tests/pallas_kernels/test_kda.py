@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pallas_kernels.kda import IMPLS, kda, kda_step, shapes
+from pallas_kernels.kda import IMPLS, kda, kda_step, kda_transition, shapes
 from pallas_kernels.target import target
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -405,6 +405,38 @@ def decode_all(q, k, v, log_decay, beta, state):
     tokens = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay, beta)]
     state, o = jax.lax.scan(token, state, tokens)
     return jnp.moveaxis(o, 0, 1), state
+
+
+def transition(impl, inputs, reset=None, start=None):
+    """`kda_transition`, of heads as large as the implementation takes."""
+    k, v, log_decay, beta = inputs[1:5]
+    K, V = inputs[5].shape[2:]
+    more = {"K": -K % 128, "V": -V % 128} if impl == "tpu" else {"K": 0, "V": 0}
+    k, v, log_decay = (jnp.pad(x, [(0, 0)] * 3 + [(0, more[a])]) for x, a in ((k, "K"), (v, "V"), (log_decay, "K")))
+    M, S = kda_transition(k, v, log_decay, beta, reset=reset, start=start, impl=impl)
+    return M[:, :, :K, :K], S[:, :, :K, :V]
+
+
+@each_impl
+def test_transitions_of_segments_compose_to_one_pass_in_values_and_gradients(impl):
+    inputs = draw(2, 150, 2, 16, 32)
+    reset = np.zeros((2, 150), bool)
+    reset[1, 97] = True
+    cotangents = draw_cotangents(inputs)
+    cotangents = 0 * cotangents[0], cotangents[1]
+    _, last, want = recurrence_fp64(inputs, reset, cotangents)
+
+    @jax.jit
+    def composed(inputs):
+        state = inputs[5]
+        for begin, end in ((0, 70), (70, 71), (71, 150)):
+            M, S = transition(impl, cut(inputs, begin, end), reset[:, begin:end], jnp.full(2, begin))
+            state = M @ state + S
+        return state
+
+    got, pull = jax.vjp(composed, inputs)
+    grads = dict(zip(NAMES, pull(cotangents[1])[0], strict=True))
+    assert_near((got, grads), (last, want), 5e-6)
 
 
 @each_impl
