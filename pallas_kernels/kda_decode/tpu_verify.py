@@ -90,7 +90,7 @@ def kda_verify(
             scratch_shapes=[
                 vmem(3 * (taps + R + T) * stride, K), vmem((R + T) * stride, K), vmem(T * stride, K),
                 vmem(3 * W * stride, K), vmem(heads, K), vmem(heads, K),
-                vmem(_tiles(R + 2 * T) * stride, K), vmem(_tiles(R + 2 * T) * stride, K),
+                vmem(3 * _tiles(R + 2 * T) * stride, K), vmem(_tiles(R + 2 * T) * stride, K),
                 vmem(_tiles(len(PRODUCTS) * R + 3) * stride, K), vmem(_tiles(len(PRODUCTS) * R + 3) * stride, K),
                 vmem(2, heads, K, K), vmem(2, 3, taps, lanes, dtype=pool.windows.dtype), pltpu.SemaphoreType.DMA((2,)),
             ],
@@ -130,7 +130,7 @@ def _kernel(
 
     inputs   of the convolutions, [(q k v, I + R + T, head) K], and taps_of [(q k v, W, head) K]
     decays, gates, bias, rate  [(token, head) K], [head K]
-    reads    the M + T vectors that meet the state, [(vector, head) K]; read: what they found
+    reads    pieces of the M + T vectors that meet the state, [(piece, vector, head) K]; read: what they found, [(vector, head) K]
     writes   pieces of D_Rj k_j for all PRODUCTS, then those of D_R0; written: pieces of w_j, then zeros, [(vector, head) K]
     """
     _, heads, K, _ = states.shape
@@ -213,6 +213,13 @@ def _kernel(
             decay.append(jnp.where(kept, d, 1))
             beta.append(jnp.where(kept, down(betas[m : m + 1], head_0, heads), 0))
 
+        vectors = _tiles(M + T)
+
+        def meet(place, x):
+            """The state later."""
+            for j, piece in enumerate(pieces_of(x)):
+                reads[at(j * vectors + place)] = piece
+
         keys, queries = [], []  # k_i D_ij k_j and q_i D_ij k_j
         for m in range(M):
             keys.append({})
@@ -220,22 +227,20 @@ def _kernel(
             for j in reversed(range(m)):
                 keys[m][j] = jnp.sum(x * k[j], axis=1, keepdims=True)
                 x = x * decay[j]
-            reads[at(m)] = x
+            meet(m, x)
         for m in range(R, M):
             queries.append({})
             x = q[m - R]
             for j in reversed(range(m + 1)):
                 queries[-1][j] = jnp.sum(x * k[j], axis=1, keepdims=True)
                 x = x * decay[j]
-            reads[at(M + m - R)] = x
+            meet(M + m - R, x)
 
-        vectors = _tiles(M + T)
         for h in range(heads):
-            x = jnp.concatenate([piece.astype(jnp.bfloat16) for piece in pieces_of(reads[of(h, 0, vectors)])])
+            x = reads[of(h, 0, 3 * vectors)]
             found = 0.0
-            for i_S, S in enumerate(pieces_of(states[0, h])):
-                count = 3 - i_S
-                products = jnp.dot(x[: count * vectors], S.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+            for count, S in zip((3, 2, 1), pieces_of(states[0, h]), strict=True):
+                products = jnp.dot(x[: count * vectors], S, preferred_element_type=jnp.float32)
                 found += sum(products[j * vectors : (j + 1) * vectors] for j in range(count))
             read[of(h, 0, vectors)] = found
 
