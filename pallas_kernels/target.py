@@ -50,8 +50,8 @@ def why_not_on(platform: str) -> str | None:
     axes = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
             if kind != AxisType.Manual and mesh.shape[name] > 1]
     if axes:
-        return (f"operands may be spread over the mesh axes {', '.join(axes)}, and a kernel sees one device's: call the op inside "
-                "jax.shard_map")
+        return (f"operands may be spread over the mesh axes {', '.join(axes)}, and a kernel sees one device's: call the op "
+                "inside jax.shard_map")
     return None
 
 

@@ -16,17 +16,17 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
-from pallas_kernels.target import current, device_kind, why_not_on
+from pallas_kernels.kda_decode.tpu_rows import (
+    ROWS, VMEM, cores, down, gated_norm, log_decay, pieces_of, standing_of, stride_of, unit
+)
+from pallas_kernels.target import current, why_not_on
 
-ROWS = 16  # sublanes of a tile of bf16
 HEADS = 24  # most heads of a block: 1.6 MB of state, in four buffers
-VMEM = 40 * 2**20  # bytes
 PIECES = 9  # of decay, k and q, three each; then v, beta and k'q
 VECTORS = 16
 
@@ -48,11 +48,11 @@ def kda_decode(
     N, W, taps = len(slots), weights.conv.shape[1], pool.windows.shape[2]
     heads = max(n for n in range(1, HEADS + 1) if H % n == 0)
     groups, lanes = H // heads, heads * K
-    parts = 2 if device_kind() in ("TPU v4", "TPU v5") else 1  # cores
+    parts = cores()
     n = pl.cdiv(N, parts * ROWS) * ROWS  # rows of a part
     x = Projected(*(jnp.pad(a, ((0, parts * n - N), (0, 0))) for a in x))
     slots = jnp.pad(slots, (0, parts * n - N), constant_values=-1)
-    stride = _stride(heads)
+    stride = stride_of(heads)
 
     def vmem(*shape: int, dtype=jnp.float32):
         return pltpu.VMEM(shape, dtype)
@@ -93,23 +93,10 @@ def kda_decode(
         interpret=current().interpret,
         name="kda_decode",
     )(
-        _standing(slots, parts), slots, x.q, x.k, x.v, x.decay, x.gate, weights.conv, x.beta.T,
+        standing_of(slots, parts), slots, x.q, x.k, x.v, x.decay, x.gate, weights.conv, x.beta.T,
         weights.A_log[None], weights.dt_bias[None], weights.o_norm[None], *pool,
     )
     return y[:N], Pool(states, windows)
-
-
-def _stride(heads: int) -> int:
-    return pl.cdiv(heads, 8) * 8
-
-
-def _standing(slots: Int32[Array, "N"], parts: int) -> Int32[Array, "parts N/parts+3"]:
-    """Whose blocks step r of a part reads: those of its row r - 1 if that is active, else of the active row before it, else of its
-    row 0; the last of them stands on."""
-    n = len(slots) // parts
-    row, other = np.arange(n + 3) - 1, np.arange(n)
-    earlier = jnp.asarray(np.where(other <= row[:, None], other, 0), jnp.int32)
-    return jnp.max(jnp.where(slots.reshape(parts, 1, n) < 0, 0, earlier), axis=2) + n * np.arange(parts, dtype=np.int32)[:, None]
 
 
 def _kernel(
@@ -130,7 +117,7 @@ def _kernel(
     """
     _, heads, K, _ = states.shape
     W, taps = conv.shape[1], windows.shape[2]
-    stride = _stride(heads)
+    stride = stride_of(heads)
     part, r, n = pl.program_id(0), pl.program_id(2), q.shape[0]
     head_0 = pl.program_id(1) * heads
     ours, lanes = pl.ds(head_0, heads), pl.ds(pl.multiple_of(head_0 * K, K), heads * K)
@@ -166,26 +153,22 @@ def _kernel(
             for c in range(3):
                 taps_of[pl.ds(c * W * stride + h, W, stride=stride)] = conv[c, :, h * K : (h + 1) * K]
             bias[h : h + 1] = dt_bias[:, pl.ds(pl.multiple_of((head_0 + h) * K, K), K)]
-        rate[...] = jnp.broadcast_to(jnp.exp(_down(A_log[...], head_0, heads)), (heads, K))
+        rate[...] = jnp.broadcast_to(jnp.exp(down(A_log[...], head_0, heads)), (heads, K))
 
     def active(row):
         return (row >= 0) & (row < n) & (slots[part * n + jnp.clip(row, 0, n - 1)] >= 0)
 
-    def store(row):
-        """The copies of a row's new state and windows to the pool."""
+    def to_pool(row, kind):
+        """The copy of a row's new state (kind 0) or windows (1)."""
         slot, i = slots[part * n + jnp.clip(row, 0, n - 1)], jax.lax.rem(row + 2, 2)
-        return (
-            pltpu.make_async_copy(states_out.at[i], states_to.at[slot, ours], stored.at[0]),
-            pltpu.make_async_copy(windows_out.at[i], windows_to.at[slot, :, :, lanes], stored.at[1]),
-        )
+        to = (states_to.at[slot, ours], windows_to.at[slot, :, :, lanes])[kind]
+        return pltpu.make_async_copy((states_out, windows_out)[kind].at[i], to, stored.at[kind])
 
     @pl.when(active(r) | active(r - 1) | active(r - 2))
     def _():
         state_out, window_out = states_out.at[jax.lax.rem(r + 1, 2)], windows_out.at[jax.lax.rem(r, 2)]
         o = read[...].astype(v.dtype).astype(jnp.float32)
-        o = o * jax.lax.rsqrt(jnp.mean(o * o, axis=1, keepdims=True) + eps)
-        o = o * o_norm[...] * jax.nn.sigmoid(gate_rows[of(done)])
-        y_rows[of(done)] = jnp.where(active(r - 2), o, 0)
+        y_rows[of(done)] = jnp.where(active(r - 2), gated_norm(o, o_norm[...], gate_rows[of(done)], eps), 0)
 
         for first in range(0, heads, 2):
             pair = range(first, min(first + 2, heads))
@@ -215,15 +198,13 @@ def _kernel(
                 new = inputs[pl.ds((c * W + W - taps) * stride + h, taps, stride=stride)]
                 window_out[c, :, h * K : (h + 1) * K] = new.astype(windows_out.dtype)
         q_now, k_now, v_now = mixed
-        q_now = q_now * (jax.lax.rsqrt(jnp.sum(q_now * q_now, axis=1, keepdims=True) + 1e-6) * K**-0.5)
-        k_now = k_now * jax.lax.rsqrt(jnp.sum(k_now * k_now, axis=1, keepdims=True) + 1e-6)
-        z = decay_rows[of(now)] + bias[...]
-        log_decay = -rate[...] * jax.nn.softplus(z) if decay_floor is None else decay_floor * jax.nn.sigmoid(rate[...] * z)
+        q_now, k_now = unit(q_now) * K**-0.5, unit(k_now)
+        decay_now = jnp.exp(log_decay(decay_rows[of(now)] + bias[...], rate[...], decay_floor))
         beta_now = beta_of[ours]
         lane = jax.lax.broadcasted_iota(jnp.int32, beta_now.shape, 1)
         beta_now = jnp.sum(jnp.where(lane == part * n + now, beta_now, 0), axis=1, keepdims=True)
         qk = jnp.sum(q_now * k_now, axis=1, keepdims=True)
-        pieces = [piece for x in (jnp.exp(log_decay), k_now, q_now) for piece in _pieces(x)]
+        pieces = [piece for x in (decay_now, k_now, q_now) for piece in pieces_of(x)]
         for i, x in enumerate((*pieces, v_now, beta_now, qk)):
             vectors[pl.ds(i * stride, heads)] = jnp.broadcast_to(x, (heads, K))
 
@@ -232,11 +213,11 @@ def _kernel(
 
         @pl.when(active(row - 1))
         def _(row=row, kind=kind):
-            store(row - 1)[kind].wait()
+            to_pool(row - 1, kind).wait()
 
         @pl.when(active(row))
         def _(row=row, kind=kind):
-            store(row)[kind].start()
+            to_pool(row, kind).start()
 
     @pl.when(r == n + 1)
     def _():
@@ -245,19 +226,3 @@ def _kernel(
             for h in range(heads):
                 outer, inner = tile(i, h)
                 y[outer] = y_rows[inner].astype(y.dtype)
-
-
-def _pieces(x: Float32[Array, "..."]) -> list[Float32[Array, "..."]]:
-    """Three numbers of bf16 that add up to x: 8 of its 24 bits each."""
-    pieces = []
-    for _ in range(3):
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
-        pieces.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
-        x = x - pieces[-1]
-    return pieces
-
-
-def _down(x: Float32[Array, "1 H"], head_0: Int32[Array, ""], heads: int) -> Float32[Array, "heads 1"]:
-    """Some heads of a row, one in each sublane."""
-    lane, sublane = (jax.lax.broadcasted_iota(jnp.int32, (heads, x.shape[1]), axis) for axis in (1, 0))
-    return jnp.sum(jnp.where(lane == head_0 + sublane, x, 0), axis=1, keepdims=True)
