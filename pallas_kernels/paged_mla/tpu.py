@@ -69,11 +69,16 @@ def paged_latent_attention(
     (B, T, H, W), page = q.shape, pool.shape[1]
     common = jnp.result_type(q, pool)
     precision = jax.lax.Precision.HIGHEST if common == jnp.float32 else None
-    form = Form(scale, H, T, value_dim, BLOCK, CHUNK if page % CHUNK == 0 else 64, precision)
+    form = Form(scale, H, T, value_dim, BLOCK, chunk(page), precision)
     work = items(lengths, queries=T, block=BLOCK, capacity=page_table.shape[1] * page, cores=_cores())
     rows = jnp.pad(q.reshape(B, T * H, W).astype(common), ((0, 0), (0, -T * H % ROWS), (0, 0)))
     out = _call(form, work, rows, pool, page_table)[:, : T * H].reshape(B, T, H, value_dim)
     return out.astype(q.dtype)
+
+
+def chunk(page: int) -> int:
+    """Tokens per copy."""
+    return CHUNK if page % CHUNK == 0 else 64
 
 
 def _cores() -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_mla import IMPLS, paged_latent_attention, tpu, xla
+from pallas_kernels.paged_mla import IMPLS, bench, paged_latent_attention, tpu, xla
 from pallas_kernels.paged_mla.items import items
 from pallas_kernels.target import target
 
@@ -142,6 +142,12 @@ def test_every_token_is_read_once_in_chunks():
         assert sum(left > 0) == len(read)
         for sequence, length in enumerate(LENGTHS):
             assert sum(n for (s, _), n in read.items() if s == sequence) == length
+
+
+@pytest.mark.parametrize("name", bench.SIZES)
+def test_the_bytes_moved_are_within_the_target_of_the_least(name):
+    lengths, queries, heads, page = bench.SIZES[name]
+    assert bench.moved(lengths, queries, heads, page) <= 1.15 * bench.least(lengths, queries, heads)[1]
 
 
 def test_sizes_that_do_not_fit_are_refused_before_mosaic_sees_them():
