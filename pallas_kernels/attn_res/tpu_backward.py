@@ -33,7 +33,7 @@ def backward(
     rows = tile.rows_per_step(x.shape[0], bytes_per_token(N, D, x.dtype.itemsize))
     steps = x.shape[0] // rows
     slots = [pl.BlockSpec(memory_space=pl.ANY)] * bool(N)
-    per_step = pl.BlockSpec((None, 2, D), lambda i, free: (i, 0, 0))
+    per_step = pl.BlockSpec((None, 2, D), lambda i, count: (i, 0, 0))
     dprefix, dweights, *dslots = pl.pallas_call(
         partial(_kernel, eps, N),
         out_shape=[
@@ -60,7 +60,7 @@ def backward(
         interpret=current().interpret,
         name="attn_res_norm_backward",
     )(
-        N - count.reshape(1), *[sources] * N, x, weight.reshape(1, D), norm_weight.reshape(1, D), tile.flat(dy),
+        count.reshape(1), *[sources] * N, x, weight.reshape(1, D), norm_weight.reshape(1, D), tile.flat(dy),
         *[tile.flat(dblocks)] * bool(N),
     )
     if N:
@@ -74,12 +74,12 @@ def bytes_per_token(N: int, D: int, itemsize: int) -> int:
     return (2 * (N + 3) + N) * D * itemsize + 4 * D + 3 * 4 * tile.LANES * (N + 1)
 
 
-def _kernel(eps: float, N: int, free: Any, *refs: Any) -> None:
+def _kernel(eps: float, N: int, count_ref: Any, *refs: Any) -> None:
     sources, (weight, norm_weight, dy, *rest) = refs[: N + 1], refs[N + 1 :]
     dprefix, dweights, *slots = rest[bool(N) : 2 * bool(N) + 2]
     g, dot, square, third, sums, *buffers = rest[2 * bool(N) + 2 :]
     rows, D = dprefix.shape
-    count = N - free[0]
+    count = count_ref[0]
     tokens = pl.ds(pl.program_id(0) * rows, rows)
 
     def copy(n: int, out: bool) -> Any:

@@ -37,7 +37,7 @@ def forward(
         compiler_params=tile.params(),
         interpret=current().interpret,
         name="attn_res_norm_forward",
-    )(N - count.reshape(1), *[sources] * N, x, weight.reshape(1, D), norm_weight.reshape(1, D))
+    )(count.reshape(1), *[sources] * N, x, weight.reshape(1, D), norm_weight.reshape(1, D))
     return y[: B * T].reshape(B, T, D)
 
 
@@ -46,10 +46,10 @@ def _bytes_per_token(N: int, D: int, itemsize: int) -> int:
     return 2 * (N + 2) * D * itemsize + 4 * D + 2 * 4 * tile.LANES * (N + 1)
 
 
-def _kernel(eps: float, N: int, free: Any, *refs: Any) -> None:
+def _kernel(eps: float, N: int, count_ref: Any, *refs: Any) -> None:
     *sources, weight, norm_weight, y, mix, dot, square = refs
     rows, D = y.shape
-    count = N - free[0]
+    count = count_ref[0]
     prob, *_ = tile.softmax(eps, count, sources, weight, dot, square)
     for n in range(N + 1):
         dot[n] = tile.spread(prob[n])

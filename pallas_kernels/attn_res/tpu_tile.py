@@ -1,8 +1,7 @@
 """What both TPU kernels of the mix share: how tokens become tiles, loops over a tile, scores, softmax and weighted sum.
 
 A grid step holds `rows` tokens of every source in VMEM. Each slot is an operand of its own, so that the index map of one that
-is not in use can stay at one place: it is copied once in all, and no work is done for it. The number of slots comes in as
-those that are free. (The compiler's static estimate takes prefetched numbers as zero; so it shows all slots in use.)
+is not in use can stay at one place: it is copied once in all, and no work is done for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,8 +42,8 @@ def source_specs(N: int, rows: int, D: int) -> list[pl.BlockSpec]:
     """For `blocks` N times, then the prefix."""
 
     def slot(n: int) -> pl.BlockSpec:
-        def index(i: Array, free: Any) -> tuple[Any, Any, int]:
-            used = n < N - free[0]
+        def index(i: Array, count: Any) -> tuple[Any, Any, int]:
+            used = n < count[0]
             return jnp.where(used, n, 0), jnp.where(used, i, 0), 0
 
         return pl.BlockSpec((None, rows, D), index)
@@ -53,11 +52,11 @@ def source_specs(N: int, rows: int, D: int) -> list[pl.BlockSpec]:
 
 
 def token_spec(rows: int, D: int) -> pl.BlockSpec:
-    return pl.BlockSpec((rows, D), lambda i, free: (i, 0))
+    return pl.BlockSpec((rows, D), lambda i, count: (i, 0))
 
 
 def weight_spec(D: int) -> pl.BlockSpec:
-    return pl.BlockSpec((1, D), lambda i, free: (0, 0))
+    return pl.BlockSpec((1, D), lambda i, count: (0, 0))
 
 
 def scratch(*shape: int) -> Any:
