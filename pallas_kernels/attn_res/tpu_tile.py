@@ -18,8 +18,8 @@ LANES = 128
 GROUP = 16  # tokens that the loops take at once: those of one packed bf16 register
 WIDTH = 7 * LANES  # channels that are loaded and stored at once
 SPAN = 4 * WIDTH  # channels in the body of a loop
-VMEM = 24 * 2**20  # bytes that tiles may take
-LIMIT = 32 * 2**20  # bytes that a kernel may take with all that the compiler adds; every generation has 64 MiB or more
+VMEM = 16 * 2**20  # bytes that tiles may take
+LIMIT = 24 * 2**20  # bytes that a kernel may take with all that the compiler adds; every generation has 64 MiB or more
 
 Column = Float32[Array, "rows 1"]  # one number per token
 
