@@ -33,7 +33,7 @@ def backward(
     rows = tile.rows_per_step(x.shape[0], bytes_per_token(N, D, x.dtype.itemsize))
     steps = x.shape[0] // rows
     slots = [pl.BlockSpec(memory_space=pl.ANY)] * bool(N)
-    per_step = pl.BlockSpec((None, 2, D), lambda i, free: (i, 0, 0))
+    per_step = pl.BlockSpec((None, 2, D), lambda i, count: (i, 0, 0))
     dprefix, dweights, *dslots = pl.pallas_call(
         partial(_kernel, eps, N),
         out_shape=[
@@ -60,7 +60,7 @@ def backward(
         interpret=current().interpret,
         name="attn_res_norm_backward",
     )(
-        N - count.reshape(1), *[sources] * N, x, weight.reshape(1, D), norm_weight.reshape(1, D), tile.flat(dy),
+        count.reshape(1), *[sources] * N, x, weight.reshape(1, D), norm_weight.reshape(1, D), tile.flat(dy),
         *[tile.flat(dblocks)] * bool(N),
     )
     if N:
@@ -74,12 +74,12 @@ def bytes_per_token(N: int, D: int, itemsize: int) -> int:
     return (2 * (N + 3) + N) * D * itemsize + 4 * D + 3 * 4 * tile.LANES * (N + 1)
 
 
-def _kernel(eps: float, N: int, free: Any, *refs: Any) -> None:
+def _kernel(eps: float, N: int, count_ref: Any, *refs: Any) -> None:
     sources, (weight, norm_weight, dy, *rest) = refs[: N + 1], refs[N + 1 :]
     dprefix, dweights, *slots = rest[bool(N) : 2 * bool(N) + 2]
     g, dot, square, third, sums, *buffers = rest[2 * bool(N) + 2 :]
     rows, D = dprefix.shape
-    count = N - free[0]
+    count = count_ref[0]
     tokens = pl.ds(pl.program_id(0) * rows, rows)
 
     def copy(n: int, out: bool) -> Any:
@@ -98,19 +98,14 @@ def _kernel(eps: float, N: int, free: Any, *refs: Any) -> None:
     def dsource(n: int) -> None:
         out = dprefix if n == N else buffers[0].at[n]
 
-        def group(at: Any) -> None:
-            p, along_weight, along_v = dot[n, at], square[n, at], third[n, at]
+        def piece(at: Any, j: slice) -> None:
+            v = sources[n][at, j].astype(jnp.float32)
+            along_weight = tile.wide(square[n, at], v)
+            dv = tile.wide(dot[n, at], v) * g[at, j] + along_weight * weight[:, j] - tile.wide(third[n, at], v) * v
+            sums[0, :, j] += along_weight * v
+            out[at, j] = (dv if n == N else dv + out[at, j].astype(jnp.float32)).astype(out.dtype)
 
-            def channels(j: Any, _: None) -> None:
-                v = sources[n][at, j].astype(jnp.float32)
-                w = tile.wide(along_weight, v)
-                dv = tile.wide(p, v) * g[at, j] + w * weight[:, j] - tile.wide(along_v, v) * v
-                sums[0, :, j] += w * v
-                out[at, j] = (dv if n == N else dv + out[at, j].astype(jnp.float32)).astype(out.dtype)
-
-            tile.over_channels(D, channels)
-
-        tile.each_group(rows, group)
+        tile.each_piece(rows, D, piece)
 
     def slot(n: int) -> None:
         copy(n, out=False).wait()
@@ -130,29 +125,22 @@ def _norm_gradient(eps: float, mix: Any, dy: Any, norm_weight: Any, dnorm_weight
     """
     rows, D = mix.shape
 
-    def sums(at: Any) -> None:
-        def add(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            h = tile.rounded(mix[at, j], dy.dtype)
-            return carry[0] + tile.fold(h * h), carry[1] + tile.fold(dy[at, j].astype(jnp.float32) * norm_weight[:, j] * h)
+    def sums(at: Any, j: slice) -> tuple[Array, Array]:
+        h = tile.rounded(mix[at, j], dy.dtype)
+        return h * h, dy[at, j].astype(jnp.float32) * norm_weight[:, j] * h
 
-        square[at], along[at] = tile.over_channels(D, add, (tile.zeros(), tile.zeros()))
-
-    tile.each_group(rows, sums)
+    tile.row_sums(rows, D, sums, square, along)
     s = jax.lax.rsqrt(tile.column(square[...]) / D + eps)
     along[...] = tile.spread(tile.column(along[...]) / D * s * s)
     square[...] = tile.spread(s)
 
-    def gradient(at: Any) -> None:
-        s, along_h = square[at], along[at]
+    def gradient(at: Any, j: slice) -> None:
+        d, h = dy[at, j].astype(jnp.float32), tile.rounded(mix[at, j], dy.dtype)
+        s = tile.wide(square[at], h)
+        dnorm_weight[:, j] += d * tile.rounded(h * s, dy.dtype)
+        mix[at, j] = s * (d * norm_weight[:, j] - h * tile.wide(along[at], h))
 
-        def channels(j: Any, _: None) -> None:
-            d, h = dy[at, j].astype(jnp.float32), tile.rounded(mix[at, j], dy.dtype)
-            dnorm_weight[:, j] += d * tile.rounded(h * tile.wide(s, h), dy.dtype)
-            mix[at, j] = tile.wide(s, h) * (d * norm_weight[:, j] - h * tile.wide(along_h, h))
-
-        tile.over_channels(D, channels)
-
-    tile.each_group(rows, gradient)
+    tile.each_piece(rows, D, gradient, tile.SPAN // 2)
 
 
 def _score_gradient(
@@ -163,13 +151,10 @@ def _score_gradient(
     N, (rows, D) = len(sources) - 1, g.shape
 
     def dprob(n: int) -> None:
-        def group(at: Any) -> None:
-            def add(j: Any, total: Array) -> Array:
-                return total + tile.fold(g[at, j] * sources[n][at, j].astype(jnp.float32))
+        def terms(at: Any, j: slice) -> tuple[Array]:
+            return (g[at, j] * sources[n][at, j].astype(jnp.float32),)
 
-            p[n, at] = tile.over_channels(D, add, tile.zeros())
-
-        tile.each_group(rows, group)
+        tile.row_sums(rows, D, terms, p.at[n])
 
     tile.each_source(N, count, dprob)
     dp = [jnp.where(n < count, tile.column(p[n]), 0.0) for n in range(N)] + [tile.column(p[N])]

@@ -37,7 +37,7 @@ def forward(
         compiler_params=tile.params(),
         interpret=current().interpret,
         name="attn_res_norm_forward",
-    )(N - count.reshape(1), *[sources] * N, x, weight.reshape(1, D), norm_weight.reshape(1, D))
+    )(count.reshape(1), *[sources] * N, x, weight.reshape(1, D), norm_weight.reshape(1, D))
     return y[: B * T].reshape(B, T, D)
 
 
@@ -46,33 +46,25 @@ def _bytes_per_token(N: int, D: int, itemsize: int) -> int:
     return 2 * (N + 2) * D * itemsize + 4 * D + 2 * 4 * tile.LANES * (N + 1)
 
 
-def _kernel(eps: float, N: int, free: Any, *refs: Any) -> None:
+def _kernel(eps: float, N: int, count_ref: Any, *refs: Any) -> None:
     *sources, weight, norm_weight, y, mix, dot, square = refs
     rows, D = y.shape
-    count = N - free[0]
+    count = count_ref[0]
     prob, *_ = tile.softmax(eps, count, sources, weight, dot, square)
     for n in range(N + 1):
         dot[n] = tile.spread(prob[n])
     tile.weighted_sum(count, sources, dot, mix)
 
-    def squares(at: Any) -> None:
-        def add(j: Any, total: Array) -> Array:
-            h = tile.rounded(mix[at, j], y.dtype)
-            return total + tile.fold(h * h)
+    def squares(at: Any, j: slice) -> tuple[Array]:
+        h = tile.rounded(mix[at, j], y.dtype)
+        return (h * h,)
 
-        square[0, at] = tile.over_channels(D, add, tile.zeros())
-
-    tile.each_group(rows, squares)
+    tile.row_sums(rows, D, squares, square.at[0])
     square[0] = tile.spread(jax.lax.rsqrt(tile.column(square[0]) / D + eps))
 
-    def norm(at: Any) -> None:
-        s = square[0, at]
+    def norm(at: Any, j: slice) -> None:
+        h = tile.rounded(mix[at, j], y.dtype)
+        quotient = tile.rounded(h * tile.wide(square[0, at], h), y.dtype)
+        y[at, j] = (quotient * norm_weight[:, j]).astype(y.dtype)
 
-        def write(j: Any, _: None) -> None:
-            h = tile.rounded(mix[at, j], y.dtype)
-            quotient = tile.rounded(h * tile.wide(s, h), y.dtype)
-            y[at, j] = (quotient * norm_weight[:, j]).astype(y.dtype)
-
-        tile.over_channels(D, write)
-
-    tile.each_group(rows, norm)
+    tile.each_piece(rows, D, norm)

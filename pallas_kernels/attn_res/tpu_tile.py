@@ -1,8 +1,7 @@
 """What both TPU kernels of the mix share: how tokens become tiles, loops over a tile, scores, softmax and weighted sum.
 
 A grid step holds `rows` tokens of every source in VMEM. Each slot is an operand of its own, so that the index map of one that
-is not in use can stay at one place: it is copied once in all, and no work is done for it. The number of slots comes in as
-those that are free. (The compiler's static estimate takes prefetched numbers as zero; so it shows all slots in use.)
+is not in use can stay at one place: it is copied once in all, and no work is done for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +16,10 @@ from jaxtyping import Array, Float, Float32
 
 LANES = 128
 GROUP = 16  # tokens that the loops take at once: those of one packed bf16 register
-WIDTH = 8  # registers' widths of channels that a loop step takes at most
-VMEM = 24 * 2**20  # bytes that tiles may take
-LIMIT = 32 * 2**20  # bytes that a kernel may take with all that the compiler adds; every generation has 64 MiB or more
+WIDTH = 7 * LANES  # channels that are loaded and stored at once
+SPAN = 4 * WIDTH  # channels in the body of a loop
+VMEM = 16 * 2**20  # bytes that tiles may take
+LIMIT = 24 * 2**20  # bytes that a kernel may take with all that the compiler adds; every generation has 64 MiB or more
 
 Column = Float32[Array, "rows 1"]  # one number per token
 
@@ -43,8 +43,8 @@ def source_specs(N: int, rows: int, D: int) -> list[pl.BlockSpec]:
     """For `blocks` N times, then the prefix."""
 
     def slot(n: int) -> pl.BlockSpec:
-        def index(i: Array, free: Any) -> tuple[Any, Any, int]:
-            used = n < N - free[0]
+        def index(i: Array, count: Any) -> tuple[Any, Any, int]:
+            used = n < count[0]
             return jnp.where(used, n, 0), jnp.where(used, i, 0), 0
 
         return pl.BlockSpec((None, rows, D), index)
@@ -53,11 +53,11 @@ def source_specs(N: int, rows: int, D: int) -> list[pl.BlockSpec]:
 
 
 def token_spec(rows: int, D: int) -> pl.BlockSpec:
-    return pl.BlockSpec((rows, D), lambda i, free: (i, 0))
+    return pl.BlockSpec((rows, D), lambda i, count: (i, 0))
 
 
 def weight_spec(D: int) -> pl.BlockSpec:
-    return pl.BlockSpec((1, D), lambda i, free: (0, 0))
+    return pl.BlockSpec((1, D), lambda i, count: (0, 0))
 
 
 def scratch(*shape: int) -> Any:
@@ -80,30 +80,41 @@ def each_source(N: int, count: Array, f: Callable[[int], None]) -> None:
     f(N)
 
 
-def each_group(rows: int, body: Callable[[Any], None]) -> None:
-    """body(at) for GROUP tokens at a time."""
+def each_piece(rows: int, D: int, body: Callable[[Any, slice], None], span: int = SPAN) -> None:
+    """body(at, j) for GROUP tokens `at` and WIDTH channels `j` at a time.
 
+    Each loop goes over groups of tokens and has `span` channels in its body: addresses are constants from one base, and
+    what is under way fits the registers.
+    """
+    for pieces in _spans(D, span):
+        _each_group(rows, lambda at, pieces=pieces: [body(at, j) for j in pieces])
+
+
+def row_sums(rows: int, D: int, terms: Callable[[Any, slice], Sequence[Array]], *sums: Any) -> None:
+    """Writes the sums over D of each term to a ref [rows, 128] of `sums`, as those of every 128th channel."""
+
+    def add(at: Any, pieces: list[slice]) -> None:
+        totals = [ref[at] if pieces[0].start else jnp.zeros((GROUP, LANES), jnp.float32) for ref in sums]
+        for j in pieces:
+            totals = [total + fold(x) for total, x in zip(totals, terms(at, j), strict=True)]
+        for ref, total in zip(sums, totals, strict=True):
+            ref[at] = total
+
+    for pieces in _spans(D, SPAN // len(sums)):
+        _each_group(rows, partial(add, pieces=pieces))
+
+
+def _spans(D: int, span: int) -> list[list[slice]]:
+    """The channels in spans, each in pieces of WIDTH."""
+    ends = [(i, min(i + span, D)) for i in range(0, D, span)]
+    return [[slice(j, min(j + WIDTH, end)) for j in range(begin, end, WIDTH)] for begin, end in ends]
+
+
+def _each_group(rows: int, body: Callable[[Any], Any]) -> None:
     def step(i: Array, carry: None) -> None:
         body(pl.ds(pl.multiple_of(i * GROUP, GROUP), GROUP))
 
     jax.lax.fori_loop(0, rows // GROUP, step, None)
-
-
-def over_channels(D: int, body: Callable[..., Any], carry: Any = None) -> Any:
-    """carry = body(j, carry) for a few registers' widths of channels at a time.
-
-    Each array is loaded and stored as a whole: addresses are then constants from one base, and no load waits for a store.
-    """
-    width = LANES * max(n for n in range(1, WIDTH + 1) if D // LANES % n == 0)
-
-    def step(i: Array, carry: Any) -> Any:
-        return body(pl.ds(pl.multiple_of(i * width, width), width), carry)
-
-    return jax.lax.fori_loop(0, D // width, step, carry)
-
-
-def zeros() -> Float32[Array, "16 128"]:
-    return jnp.zeros((GROUP, LANES), jnp.float32)
 
 
 def column(partial_sums: Float32[Array, "rows 128"]) -> Column:
@@ -139,14 +150,11 @@ def softmax(
     N, (rows, D) = len(sources) - 1, sources[-1].shape
 
     def sums(n: int) -> None:
-        def group(at: Any) -> None:
-            def add(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-                v = sources[n][at, j].astype(jnp.float32)
-                return carry[0] + fold(v * weight[:, j]), carry[1] + fold(v * v)
+        def terms(at: Any, j: slice) -> tuple[Array, Array]:
+            v = sources[n][at, j].astype(jnp.float32)
+            return v * weight[:, j], v * v
 
-            dot[n, at], square[n, at] = over_channels(D, add, (zeros(), zeros()))
-
-        each_group(rows, group)
+        row_sums(rows, D, terms, dot.at[n], square.at[n])
 
     each_source(N, count, sums)
     r = [jax.lax.rsqrt(column(square[n]) / D + eps) for n in range(N + 1)]
@@ -166,17 +174,12 @@ def weighted_sum(count: Array, sources: Sequence[Any], factor: Any, total: Any) 
     N, (rows, D) = len(sources) - 1, sources[-1].shape
 
     def add(n: int) -> None:
-        def group(at: Any) -> None:
-            f = factor[n, at]
+        def piece(at: Any, j: slice) -> None:
+            v = sources[n][at, j].astype(jnp.float32)
+            term = wide(factor[n, at], v) * v
+            total[at, j] = term if n == N else total[at, j] + term
 
-            def channels(j: Any, _: None) -> None:
-                v = sources[n][at, j].astype(jnp.float32)
-                term = wide(f, v) * v
-                total[at, j] = term if n == N else total[at, j] + term
-
-            over_channels(D, channels)
-
-        each_group(rows, group)
+        each_piece(rows, D, piece)
 
     add(N)
     each_slot(N, count, add)
