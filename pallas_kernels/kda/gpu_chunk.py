@@ -1,0 +1,219 @@
+"""What the GPU kernels share: tokens of a chunk, sums of log decays, pair products and the triangular inverse.
+
+A chunk of C tokens is cut into tiles of 16, 8 or 4, small enough that no sum of log decays within one is below -80. With G the
+sum of log decays from the begin of a token's tile to the token (inclusive):
+
+    pairs of one tile            e^(G_t) e^(-G_s): each finite in fp32 and bf16, each a function of earlier tokens only
+    pairs of different tiles     split at the middle of the smallest aligned block of 2, 4, 8 ... tiles that holds both:
+                                 t decays from the middle, s up to the middle; both factors are <= 1
+
+Each exponent is one sum of log decays, all of one sign. A tensor core takes it exactly, as the product of a matrix of zeros and
+ones with log decays in parts that bf16 holds. So all work is on tiles of [C, C] and [C, K], and no register is shifted.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+C = 64  # tokens of a chunk
+RANGE = 80.0  # nats that a tile may decay: e^80 and e^-80 are normal numbers in fp32 and bf16
+CENTER = 2.0**58  # about e^(RANGE / 2): moves e^G to the middle of the range, and small components stay normal numbers
+LIMIT = {jnp.dtype(jnp.float32): -20.0, jnp.dtype(jnp.bfloat16): -10.0}  # e^limit is below the rounding of a product
+PARTS = {jnp.dtype(jnp.float32): 3, jnp.dtype(jnp.bfloat16): 2}  # of a summand, 8 bits each
+SOLVED = 16  # tokens whose triangle is inverted by substitution
+
+Sum = Callable[[Int32[Array, "C C"], Int32[Array, "C C"]], Bool[Array, "C C"]]
+
+
+class Tiling(NamedTuple):
+    """size: tokens of a tile; floor: log decays below it are taken for it."""
+
+    size: int
+    floor: float
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Tokens in half a block of each level."""
+        return tuple(self.size << i for i in range((C // self.size).bit_length() - 1))
+
+
+def tiling(decay_floor: float | None, dtype: Any) -> Tiling:
+    """The largest tiles for decays above `decay_floor` (None: unbounded)."""
+    limit = LIMIT[jnp.dtype(dtype)]
+    floor = limit if decay_floor is None else max(decay_floor, limit)
+    size = next(size for size in (16, 8, 4) if -floor * size <= RANGE)
+    return Tiling(size, floor)
+
+
+def dot(a: Float[Array, "I J"], b: Float[Array, "J K"], dtype: Any) -> Float32[Array, "I K"]:
+    """Multiplied in `dtype`, fp32 at full precision; summed in fp32."""
+    precision = lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+    return jnp.dot(a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
+
+
+class Tokens(NamedTuple):
+    """The tokens of one chunk of row b and head h. Those outside of the row, before its start and after its end, read as zeros."""
+
+    b: Int32[Array, ""]
+    h: Int32[Array, ""]
+    at: Int32[Array, " C"]
+    real: Bool[Array, " C"]
+
+    def _index(self, first: Any, width: int) -> tuple[Any, ...]:
+        if not width:
+            return self.b, self.at, self.h
+        return self.b, self.at[:, None], self.h, (first + jnp.arange(width))[None]
+
+    def load(self, ref: Any, width: int = 0, first: Any = 0) -> Array:
+        """[C, width] from [B, T, H, ...], or with width 0 [C] from [B, T, H]."""
+        mask = jnp.broadcast_to(self.real[:, None], (C, width)) if width else self.real
+        return plgpu.load(ref.at[self._index(first, width)], mask=mask, other=0)
+
+    def store(self, ref: Any, x: Float32[Array, "C ..."], first: Any = 0) -> None:
+        width = x.shape[1] if x.ndim > 1 else 0
+        mask = jnp.broadcast_to(self.real[:, None], x.shape) if width else self.real
+        plgpu.store(ref.at[self._index(first, width)], x.astype(ref.dtype), mask=mask)
+
+    def load_resets(self, ref: Any) -> Bool[Array, " C"]:
+        return plgpu.load(ref.at[self.b, self.at], mask=self.real, other=0) != 0
+
+
+def tokens(skip: Any, T: int, b: Any, h: Any, i: Any) -> Tokens:
+    """Chunk i. skip: a ref [B], tokens of each row's first chunk that are before its first token."""
+    at = i * C - skip[b] + jnp.arange(C)
+    real = (at >= 0) & (at < T)
+    return Tokens(b, h, jnp.where(real, at, T), real)
+
+
+def _pairs() -> tuple[Int32[Array, "C C"], Int32[Array, "C C"]]:
+    t, s = (lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
+    return t, s
+
+
+def of_tile(tiles: Tiling) -> Sum:
+    """From the begin of t's tile to t."""
+    return lambda t, s: (s <= t) & (s >= (t & -tiles.size))
+
+
+def of_level(half: int) -> Sum:
+    """Between t and the middle of its block: from the middle to a late t, and from after an early t to the middle."""
+
+    def between(t, s):
+        middle = (t & -2 * half) + half
+        return (s >= middle) & (s <= t) | (s < middle) & (s > t)
+
+    return between
+
+
+def of_read(t: Int32[Array, "C C"], s: Int32[Array, "C C"]) -> Bool[Array, "C C"]:
+    """From the chunk's begin to t."""
+    return s <= t
+
+
+def of_keep(t: Int32[Array, "C C"], s: Int32[Array, "C C"]) -> Bool[Array, "C C"]:
+    """From after t to the chunk's end."""
+    return s > t
+
+
+def parts(x: Float32[Array, "C K"], dtype: Any) -> list[Float[Array, "C K"]]:
+    """Summands of x, exact in bf16: with fp32 inputs all of its bits, else the first 16."""
+    split = []
+    for _ in range(PARTS[jnp.dtype(dtype)]):
+        high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536), jnp.float32)
+        split.append(high.astype(jnp.bfloat16))
+        x -= high
+    return split
+
+
+def add_up(which: Sum, split: list[Float[Array, "C K"]], *, transposed: bool = False) -> Float32[Array, "C K"]:
+    """For each t the sum over the s that `which` names, or transposed for each s that over t."""
+    t, s = _pairs()
+    matrix = jnp.where(which(s, t) if transposed else which(t, s), 1.0, 0.0).astype(jnp.bfloat16)
+    return sum((dot(matrix, part, jnp.bfloat16) for part in split[1:]), dot(matrix, split[0], jnp.bfloat16))
+
+
+class Masks(NamedTuple):
+    """Which pairs each product covers, and with resets which tokens read the state before the chunk and are kept after it."""
+
+    tile: Bool[Array, "C C"]  # t > s in one tile
+    diagonal: Bool[Array, "C C"]
+    levels: tuple[Bool[Array, "C C"], ...]
+    reads: Bool[Array, "C 1"] | None
+    keeps: Bool[Array, "C 1"] | None
+    last_reads: Bool[Array, ""] | None
+
+
+def masks(tiles: Tiling, resets: Bool[Array, " C"] | None) -> Masks:
+    t, s = _pairs()
+    tile = (s < t) & (s >= (t & -tiles.size))
+    levels = tuple(((t & -2 * half) == (s & -2 * half)) & (t & half != 0) & (s & half == 0) for half in tiles.levels)
+    if resets is None:
+        return Masks(tile, t == s, levels, None, None, None)
+    ones = jnp.where(resets, 1, 0)
+    passed = jnp.sum(jnp.where(s <= t, ones[None], 0), 1)
+    same = passed[:, None] == passed[None]
+    count = jnp.sum(ones)
+    reads, keeps = (passed == 0)[:, None], (passed == count)[:, None]
+    return Masks(tile & same, t == s, tuple(level & same for level in levels), reads, keeps, count == 0)
+
+
+def masked(mask: Bool[Array, "..."] | None, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    return x if mask is None else jnp.where(mask, x, 0.0)
+
+
+def bounded(log_decay: Float32[Array, "C K"], resets: Bool[Array, " C"] | None, tiles: Tiling) -> Float32[Array, "C K"]:
+    """Log decays as they are summed. A reset has none: masks cut what it cuts."""
+    log_decay = jnp.maximum(log_decay, tiles.floor)
+    return log_decay if resets is None else jnp.where(resets[:, None], 0.0, log_decay)
+
+
+def begin_and_grow(split: list[Float[Array, "C K"]], tiles: Tiling) -> tuple[Float32[Array, "C K"], Float32[Array, "C K"]]:
+    """CENTER e^G and e^-G / CENTER."""
+    total = add_up(of_tile(tiles), split)
+    return jnp.exp(total) * CENTER, jnp.exp(-total) * (1 / CENTER)
+
+
+def products(
+    q: Float32[Array, "C K"], k: Float32[Array, "C K"], split: list[Float[Array, "C K"]], pairs: Masks, tiles: Tiling, dtype: Any
+) -> tuple[Float32[Array, "C C"], Float32[Array, "C C"]]:
+    """A and L: for t >= s and t > s the product of q_t, or k_t, and of k_s with the decay between them."""
+    begin, grow = begin_and_grow(split, tiles)
+    grown = (k * grow).astype(dtype).T
+    A = masked(pairs.tile | pairs.diagonal, dot(q * begin, grown, dtype))
+    L = masked(pairs.tile, dot(k * begin, grown, dtype))
+    for half, mask in zip(tiles.levels, pairs.levels, strict=True):
+        factor = jnp.exp(add_up(of_level(half), split))
+        rows = (k * factor).astype(dtype)
+        A = jnp.where(mask, dot(q * factor, rows.T, dtype), A)
+        L = jnp.where(mask, dot(rows, rows.T, dtype), L)
+    return A, L
+
+
+def inverse(L: Float32[Array, "C C"], dtype: Any) -> Float32[Array, "C C"]:
+    """(I + L)^-1 of a strictly lower triangle: by substitution within 16 tokens, then by halves.
+
+    No powers of L, which grow where keys repeat.
+    """
+    n = C // SOLVED
+    t, s = _pairs()
+    near = (t & -SOLVED) == (s & -SOLVED)
+    blocks = jnp.sum(jnp.where(near, L, 0.0).reshape(n, SOLVED, n, SOLVED), 2)
+    row, lane = (lax.broadcasted_iota(jnp.int32, blocks.shape, axis) for axis in (1, 2))
+
+    def substitute(j, solved):
+        column = jnp.sum(jnp.where(lane == j, blocks, 0.0), 2)
+        known = jnp.sum(jnp.where(row == j, solved, 0.0), 1)
+        return solved - column[:, :, None] * known[:, None]
+
+    solved = jax.lax.fori_loop(0, SOLVED - 1, substitute, jnp.where(row == lane, 1.0, 0.0))
+    spread = jnp.broadcast_to(solved[:, :, None], (n, SOLVED, n, SOLVED)).reshape(C, C)
+    whole = jnp.where(near, spread, 0.0)
+    for half in (SOLVED, 2 * SOLVED):
+        between = ((t & -2 * half) == (s & -2 * half)) & (t & half != 0) & (s & half == 0)
+        whole -= dot(whole, dot(jnp.where(between, L, 0.0), whole, dtype), dtype)
+    return whole
