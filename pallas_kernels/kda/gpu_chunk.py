@@ -37,9 +37,9 @@ class Tiling(NamedTuple):
     floor: float
 
     @property
-    def levels(self) -> tuple[int, ...]:
-        """Tokens in half a block of each level."""
-        return tuple(self.size << i for i in range((C // self.size).bit_length() - 1))
+    def levels(self) -> int:
+        """Blocks of level n are of two times size << n tokens."""
+        return (C // self.size).bit_length() - 1
 
 
 def tiling(decay_floor: float | None, dtype: Any) -> Tiling:
@@ -79,8 +79,8 @@ class Tokens(NamedTuple):
         mask = jnp.broadcast_to(self.real[:, None], x.shape) if width else self.real
         plgpu.store(ref.at[self._index(first, width)], x.astype(ref.dtype), mask=mask)
 
-    def load_resets(self, ref: Any) -> Bool[Array, " C"]:
-        return plgpu.load(ref.at[self.b, self.at], mask=self.real, other=0) != 0
+    def load_resets(self, ref: Any) -> "Resets | None":
+        return None if ref is None else resets(plgpu.load(ref.at[self.b, self.at], mask=self.real, other=0) != 0)
 
 
 def tokens(skip: Any, T: int, b: Any, h: Any, i: Any) -> Tokens:
@@ -137,61 +137,102 @@ def add_up(which: Sum, split: list[Float[Array, "C K"]], *, transposed: bool = F
     return sum((dot(matrix, part, jnp.bfloat16) for part in split[1:]), dot(matrix, split[0], jnp.bfloat16))
 
 
-class Masks(NamedTuple):
-    """Which pairs each product covers, and with resets which tokens read the state before the chunk and are kept after it."""
+class Resets(NamedTuple):
+    """here: the tokens that reset; passed: how many did up to each token."""
 
-    tile: Bool[Array, "C C"]  # t > s in one tile
-    diagonal: Bool[Array, "C C"]
-    levels: tuple[Bool[Array, "C C"], ...]
-    reads: Bool[Array, "C 1"] | None
-    keeps: Bool[Array, "C 1"] | None
-    last_reads: Bool[Array, ""] | None
+    here: Bool[Array, " C"]
+    passed: Int32[Array, " C"]
+    count: Int32[Array, ""]
 
 
-def masks(tiles: Tiling, resets: Bool[Array, " C"] | None) -> Masks:
+def resets(here: Bool[Array, " C"]) -> Resets:
     t, s = _pairs()
-    tile = (s < t) & (s >= (t & -tiles.size))
-    levels = tuple(((t & -2 * half) == (s & -2 * half)) & (t & half != 0) & (s & half == 0) for half in tiles.levels)
-    if resets is None:
-        return Masks(tile, t == s, levels, None, None, None)
-    ones = jnp.where(resets, 1, 0)
-    passed = jnp.sum(jnp.where(s <= t, ones[None], 0), 1)
-    same = passed[:, None] == passed[None]
-    count = jnp.sum(ones)
-    reads, keeps = (passed == 0)[:, None], (passed == count)[:, None]
-    return Masks(tile & same, t == s, tuple(level & same for level in levels), reads, keeps, count == 0)
+    ones = jnp.where(here, 1, 0)
+    return Resets(here, jnp.sum(jnp.where(s <= t, ones[None], 0), 1), jnp.sum(ones))
 
 
-def masked(mask: Bool[Array, "..."] | None, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    return x if mask is None else jnp.where(mask, x, 0.0)
+def tile_pairs(tiles: Tiling, cuts: Resets | None) -> Bool[Array, "C C"]:
+    """t > s in one tile and in one sequence."""
+    t, s = _pairs()
+    return _of_one_sequence((s < t) & (s >= (t & -tiles.size)), cuts)
 
 
-def bounded(log_decay: Float32[Array, "C K"], resets: Bool[Array, " C"] | None, tiles: Tiling) -> Float32[Array, "C K"]:
+def level_pairs(half: int, cuts: Resets | None = None) -> Bool[Array, "C C"]:
+    """t in the late and s in the early half of one block."""
+    t, s = _pairs()
+    return _of_one_sequence(((t & -2 * half) == (s & -2 * half)) & (t & half != 0) & (s & half == 0), cuts)
+
+
+def diagonal() -> Bool[Array, "C C"]:
+    t, s = _pairs()
+    return t == s
+
+
+def _of_one_sequence(pairs: Bool[Array, "C C"], cuts: Resets | None) -> Bool[Array, "C C"]:
+    return pairs if cuts is None else pairs & (cuts.passed[:, None] == cuts.passed[None])
+
+
+def where(mask: Bool[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.where(mask, x, jnp.zeros_like(x))
+
+
+def bounded(log_decay: Float32[Array, "C k"], cuts: Resets | None, tiles: Tiling) -> Float32[Array, "C k"]:
     """Log decays as they are summed. A reset has none: masks cut what it cuts."""
     log_decay = jnp.maximum(log_decay, tiles.floor)
-    return log_decay if resets is None else jnp.where(resets[:, None], 0.0, log_decay)
+    return log_decay if cuts is None else where(~cuts.here[:, None], log_decay)
 
 
-def begin_and_grow(split: list[Float[Array, "C K"]], tiles: Tiling) -> tuple[Float32[Array, "C K"], Float32[Array, "C K"]]:
+def begin_and_grow(split: list[Float[Array, "C k"]], tiles: Tiling) -> tuple[Float32[Array, "C k"], Float32[Array, "C k"]]:
     """CENTER e^G and e^-G / CENTER."""
     total = add_up(of_tile(tiles), split)
     return jnp.exp(total) * CENTER, jnp.exp(-total) * (1 / CENTER)
 
 
+def level_factor(half: int, split: list[Float[Array, "C k"]]) -> Float32[Array, "C k"]:
+    return jnp.exp(add_up(of_level(half), split))
+
+
+def read_factor(split: list[Float[Array, "C k"]], cuts: Resets | None) -> Float32[Array, "C k"]:
+    """The decay from the chunk's begin to each token; zero after a reset."""
+    read = jnp.exp(add_up(of_read, split))
+    return read if cuts is None else where((cuts.passed == 0)[:, None], read)
+
+
+def keep_factor(split: list[Float[Array, "C k"]], cuts: Resets | None) -> Float32[Array, "C k"]:
+    """The decay from each token to the chunk's end; zero before a reset."""
+    keep = jnp.exp(add_up(of_keep, split))
+    return keep if cuts is None else where((cuts.passed == cuts.count)[:, None], keep)
+
+
+def last_factor(log_decay: Float32[Array, "C k"], cuts: Resets | None) -> Float32[Array, " k"]:
+    """The decay of the whole chunk."""
+    last = jnp.exp(jnp.sum(log_decay, 0))
+    return last if cuts is None else jnp.where(cuts.count == 0, last, 0.0)
+
+
 def products(
-    q: Float32[Array, "C K"], k: Float32[Array, "C K"], split: list[Float[Array, "C K"]], pairs: Masks, tiles: Tiling, dtype: Any
-) -> tuple[Float32[Array, "C C"], Float32[Array, "C C"]]:
-    """A and L: for t >= s and t > s the product of q_t, or k_t, and of k_s with the decay between them."""
+    rows: Callable[[], tuple[Float32[Array, "C k"], Float32[Array, "C k"]]], split: list[Float[Array, "C k"]],
+    cuts: Resets | None, tiles: Tiling, dtype: Any,
+) -> tuple[Float32[Array, "C C"], Float32[Array, "C C"]]:  # fmt: skip
+    """What some channels add to A and L: for t >= s, and t > s, the product of q_t, or k_t, and of k_s with the decay between.
+
+    rows: reads q and k, anew for each use, which costs less than the registers to keep them.
+    """
+    q, k = rows()
     begin, grow = begin_and_grow(split, tiles)
     grown = (k * grow).astype(dtype).T
-    A = masked(pairs.tile | pairs.diagonal, dot(q * begin, grown, dtype))
-    L = masked(pairs.tile, dot(k * begin, grown, dtype))
-    for half, mask in zip(tiles.levels, pairs.levels, strict=True):
-        factor = jnp.exp(add_up(of_level(half), split))
-        rows = (k * factor).astype(dtype)
-        A = jnp.where(mask, dot(q * factor, rows.T, dtype), A)
-        L = jnp.where(mask, dot(rows, rows.T, dtype), L)
-    return A, L
+    A = where(tile_pairs(tiles, cuts) | diagonal(), dot(q * begin, grown, dtype))
+    L = where(tile_pairs(tiles, cuts), dot(k * begin, grown, dtype))
+
+    def level(n, sums):
+        A, L = sums
+        q, k = rows()
+        half = tiles.size << n
+        factor = level_factor(half, split)
+        keys, mask = (k * factor).astype(dtype), level_pairs(half, cuts)
+        return jnp.where(mask, dot(q * factor, keys.T, dtype), A), jnp.where(mask, dot(keys, keys.T, dtype), L)
+
+    return jax.lax.fori_loop(0, tiles.levels, level, (A, L))
 
 
 def inverse(L: Float32[Array, "C C"], dtype: Any) -> Float32[Array, "C C"]:
@@ -202,18 +243,17 @@ def inverse(L: Float32[Array, "C C"], dtype: Any) -> Float32[Array, "C C"]:
     n = C // SOLVED
     t, s = _pairs()
     near = (t & -SOLVED) == (s & -SOLVED)
-    blocks = jnp.sum(jnp.where(near, L, 0.0).reshape(n, SOLVED, n, SOLVED), 2)
+    blocks = jnp.sum(where(near, L).reshape(n, SOLVED, n, SOLVED), 2)
     row, lane = (lax.broadcasted_iota(jnp.int32, blocks.shape, axis) for axis in (1, 2))
 
     def substitute(j, solved):
-        column = jnp.sum(jnp.where(lane == j, blocks, 0.0), 2)
-        known = jnp.sum(jnp.where(row == j, solved, 0.0), 1)
+        column = jnp.sum(where(lane == j, blocks), 2)
+        known = jnp.sum(where(row == j, solved), 1)
         return solved - column[:, :, None] * known[:, None]
 
     solved = jax.lax.fori_loop(0, SOLVED - 1, substitute, jnp.where(row == lane, 1.0, 0.0))
     spread = jnp.broadcast_to(solved[:, :, None], (n, SOLVED, n, SOLVED)).reshape(C, C)
-    whole = jnp.where(near, spread, 0.0)
+    whole = where(near, spread)
     for half in (SOLVED, 2 * SOLVED):
-        between = ((t & -2 * half) == (s & -2 * half)) & (t & half != 0) & (s & half == 0)
-        whole -= dot(whole, dot(jnp.where(between, L, 0.0), whole, dtype), dtype)
+        whole -= dot(whole, dot(where(level_pairs(half), L), whole, dtype), dtype)
     return whole

@@ -16,10 +16,11 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.kda.gpu_chunk import (
-    C, Tiling, add_up, bounded, dot, inverse, masked, masks, of_keep, of_read, parts, products, tokens,
+    C, Tiling, bounded, dot, inverse, keep_factor, last_factor, parts, products, read_factor, tokens,
 )  # fmt: skip
 from pallas_kernels.target import current
 
+KEYS = 32  # channels per step of a program that walks over all of a chunk's
 VALUES = 32  # of a state's columns, which do not depend on each other, per program
 
 
@@ -66,7 +67,7 @@ def prepare(inputs: Inputs, program: Program, *, save: bool) -> Chunks:
     keys, values, pairs = (program.array(C, size) for size in (program.K, program.V, C))
     saved = (pairs, pairs) if save else ()
     out = Chunks(keys, values, keys, keys, pairs, program.array(program.K, dtype=jnp.float32), *saved)
-    return launch(_prepare_kernel, program, "kda_prepare", (program.N, program.H, program.B), out, warps=8)(inputs)
+    return launch(_prepare_kernel, program, "kda_prepare", (program.N, program.H, program.B), out, warps=4)(inputs)
 
 
 def forward(
@@ -94,27 +95,43 @@ def launch(kernel: Any, program: Program, name: str, grid: tuple[int, ...], out:
 def _prepare_kernel(program: Program, given: Inputs, *outputs: Any) -> None:
     out = Chunks(*outputs)
     i, h, b = (pl.program_id(axis) for axis in range(3))
+    chunk, tiles, dtype = (b, h, i), program.tiles, program.dtype
     here = tokens(given.skip, program.T, b, h, i)
-    tiles, dtype, K = program.tiles, program.dtype, program.K
-    resets = None if given.reset is None else here.load_resets(given.reset)
-    pairs = masks(tiles, resets)
-    log_decay = bounded(here.load(given.log_decay, K), resets, tiles)
-    split = parts(log_decay, dtype)
-    q, k = (here.load(ref, K).astype(jnp.float32) for ref in (given.q, given.k))
-    A, L = products(q, k, split, pairs, tiles, dtype)
-    solve = inverse(L * here.load(given.beta)[None], dtype).astype(dtype)
-    read = masked(pairs.reads, jnp.exp(add_up(of_read, split)))
-    keep = masked(pairs.keeps, jnp.exp(add_up(of_keep, split)))
-    chunk = b, h, i
+    cuts = here.load_resets(given.reset)
+
+    def load(ref, j):
+        return here.load(ref, KEYS, j * KEYS).astype(jnp.float32)
+
+    def pairs(j, sums):
+        split = parts(bounded(load(given.log_decay, j), cuts, tiles), dtype)
+        added = products(lambda: (load(given.q, j), load(given.k, j)), split, cuts, tiles, dtype)
+        return tuple(total + x for total, x in zip(sums, added, strict=True))
+
+    zeros = jnp.zeros((C, C), jnp.float32)
+    A, L = jax.lax.fori_loop(0, program.K // KEYS, pairs, (zeros, zeros))
     out.A[chunk] = A.astype(dtype)
-    out.q_read[chunk] = (q * read).astype(dtype)
-    out.k_keep[chunk] = (k * keep).astype(dtype)
-    out.w[chunk] = dot(solve, k * read, dtype).astype(dtype)
-    out.u[chunk] = dot(solve, here.load(given.v, program.V), dtype).astype(dtype)
-    out.last[chunk] = masked(pairs.last_reads, jnp.exp(jnp.sum(log_decay, 0)))
+    solve = inverse(L * here.load(given.beta)[None], dtype).astype(dtype)
     if out.L is not None:
         out.L[chunk] = L.astype(dtype)
         out.inverse[chunk] = solve
+
+    def rows(j, _):
+        columns = pl.ds(j * KEYS, KEYS)
+        log_decay = bounded(load(given.log_decay, j), cuts, tiles)
+        split = parts(log_decay, dtype)
+        read, k = read_factor(split, cuts), load(given.k, j)
+        out.q_read[b, h, i, :, columns] = (load(given.q, j) * read).astype(dtype)
+        out.k_keep[b, h, i, :, columns] = (k * keep_factor(split, cuts)).astype(dtype)
+        out.w[b, h, i, :, columns] = dot(solve, k * read, dtype).astype(dtype)
+        out.last[b, h, i, columns] = last_factor(log_decay, cuts)
+        return ()
+
+    def values(j, _):
+        out.u[b, h, i, :, pl.ds(j * KEYS, KEYS)] = dot(solve, load(given.v, j), dtype).astype(dtype)
+        return ()
+
+    jax.lax.fori_loop(0, program.K // KEYS, rows, ())
+    jax.lax.fori_loop(0, program.V // KEYS, values, ())
 
 
 def _states_kernel(program: Program, w, u, k_keep, decay, beta, skip, first, last, states, write) -> None:
