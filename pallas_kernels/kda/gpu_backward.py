@@ -33,20 +33,21 @@ def backward(
 ) -> tuple[list[Array], Float32[Array, "B H K V"]]:
     """Gradients of q, k, v, log_decay, beta, and of the first state, from those of o and of the last state."""
     N, H, B, K, V = program.N, program.H, program.B, program.K, program.V
-    chunks = prepare(inputs, program, save=True)
+    reads, writes = prepare(inputs, program, save=True)
     beta, skip = inputs.beta, inputs.skip
     dq, dk, dv, dlog_decay, dbeta = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:5])
     values, pairs = program.array(C, V), program.array(C, C)
 
     out = jax.ShapeDtypeStruct(dlast.shape, jnp.float32), program.array(K, V), values
     call = launch(_states_kernel, program, "kda_state_gradients", (V // VALUES, H, B), out, warps=4)
-    dstate, dstates, dwrite = call(chunks.w, chunks.q_read, chunks.k_keep, chunks.A, chunks.last, beta, skip, do, dlast)
+    dstate, dstates, dwrite = call(writes.w, reads.q_read, writes.k_keep, reads.A, writes.last, beta, skip, do, dlast)
 
-    call = launch(_values_kernel, program, "kda_value_gradients", (N, H, B), (dv, dbeta, values, pairs, pairs), warps=4)
-    dv, dbeta, write, dA, dL = call(chunks.w, chunks.u, chunks.L, chunks.inverse, states, dwrite, beta, skip, do)
+    out = dv, dbeta, values, pairs, program.array(C, dtype=jnp.float32), pairs
+    call = launch(_values_kernel, program, "kda_value_gradients", (N, H, B), out, warps=4)
+    dv, dbeta, write, *dpairs = call(writes.w, writes.u, writes.L, writes.inverse, states, dwrite, beta, skip, do)
 
-    call = launch(_keys_kernel, program, "kda_key_gradients", (K // KEYS * N, H, B), (dq, dk, dlog_decay), warps=4)
-    dq, dk, dlog_decay = call(inputs, states, dstates, write, do, dv, dA, dL)
+    call = launch(_keys_kernel, program, "kda_key_gradients", (K // KEYS * N, H, B), (dq, dk, dlog_decay), warps=8)
+    dq, dk, dlog_decay = call(inputs, states, dstates, write, do, dv, *dpairs)
     return [dq, dk, dv, dlog_decay, dbeta], dstate
 
 
@@ -69,7 +70,7 @@ def _states_kernel(program: Program, w, q_read, k_keep, A, decay, beta, skip, do
     dfirst[b, h, :, columns] = jax.lax.fori_loop(0, program.N, step, dlast[b, h, :, columns])
 
 
-def _values_kernel(program: Program, w, u, L, inverse, states, dwrite, beta, skip, do, dv, dbeta, write, dA, dL) -> None:
+def _values_kernel(program: Program, w, u, L, inverse, states, dwrite, beta, skip, do, dv, dbeta, write, dA, dself, dL) -> None:
     i, h, b = (pl.program_id(axis) for axis in range(3))
     chunk, dtype = (b, h, i), program.dtype
     here = tokens(skip, program.T, b, h, i)
@@ -83,19 +84,21 @@ def _values_kernel(program: Program, w, u, L, inverse, states, dwrite, beta, ski
         dwrite_here = dwrite[b, h, i, :, columns].astype(jnp.float32)
         dv_here = dot(inverse_here.T, dwrite_here * beta_here[:, None], dtype)
         here.store(dv, dv_here, j * VALUES)
+        do_here = here.load(do, VALUES, j * VALUES)
         added = (
-            dot(here.load(do, VALUES, j * VALUES), write_here.T, dtype), dot(dv_here, x.T, dtype), jnp.sum(x * dwrite_here, 1),
+            dot(do_here, write_here.T, dtype), dot(dv_here, x.T, dtype),
+            jnp.sum(do_here.astype(jnp.float32) * write_here.astype(jnp.float32), 1), jnp.sum(x * dwrite_here, 1),
         )  # fmt: skip
         return tuple(total + x for total, x in zip(sums, added, strict=True))
 
-    zeros = jnp.zeros((C, C), jnp.float32), jnp.zeros((C, C), jnp.float32), jnp.zeros(C, jnp.float32)
-    dA_here, toward, dbeta_here = jax.lax.fori_loop(0, program.V // VALUES, part, zeros)
+    zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in ((C, C), (C, C), C, C))
+    dA_here, toward, dself[chunk], dbeta_here = jax.lax.fori_loop(0, program.V // VALUES, part, zeros)
     here.store(dbeta, dbeta_here - jnp.sum(L[chunk].astype(jnp.float32) * toward, 0))
     dL[chunk] = (toward * -beta_here[None]).astype(dtype)
     dA[chunk] = dA_here.astype(dtype)
 
 
-def _keys_kernel(program: Program, given: Inputs, states, dstates, write, do, dv, dA, dL, dq, dk, dlog_decay) -> None:
+def _keys_kernel(program: Program, given: Inputs, states, dstates, write, do, dv, dA, dself, dL, dq, dk, dlog_decay) -> None:
     """One chunk and KEYS of its channels."""
     part, h, b = (pl.program_id(axis) for axis in range(3))
     i, first = part // (program.K // KEYS), part % (program.K // KEYS) * KEYS
@@ -103,31 +106,38 @@ def _keys_kernel(program: Program, given: Inputs, states, dstates, write, do, dv
     tiles, dtype = program.tiles, program.dtype
     here = tokens(given.skip, program.T, b, h, i)
     cuts = here.load_resets(given.reset)
-    log_decay = bounded(here.load(given.log_decay, KEYS, first), cuts, tiles)
-    split = parts(log_decay, dtype)
-
-    def rows() -> list[Float32[Array, "C KEYS"]]:
-        """q and k, read anew for each use, which costs less than the registers to keep them."""
-        return [here.load(ref, KEYS, first).astype(jnp.float32) for ref in (given.q, given.k)]
 
     def pull(which: Any, products: Float32[Array, "C KEYS"]) -> Float32[Array, "C KEYS"]:
         return add_up(which, parts(products, dtype), transposed=True)
 
+    def through_states(j, sums):
+        part = pl.ds(j * VALUES, VALUES)
+        state, dstate = states[b, h, i, columns, part], dstates[b, h, i, columns, part]
+        do_here, dv_here = (here.load(ref, VALUES, j * VALUES) for ref in (do, dv))
+        added = (
+            dot(do_here, state.T, dtype), dot(dv_here, state.T, dtype), dot(write[b, h, i, :, part], dstate.T, dtype),
+            jnp.sum(state.astype(jnp.float32) * dstate.astype(jnp.float32), 1),
+        )  # fmt: skip
+        return tuple(total + x for total, x in zip(sums, added, strict=True))
+
+    zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in ((C, KEYS), (C, KEYS), (C, KEYS), KEYS))
+    dq_read, dk_read, dk_keep, dlast = jax.lax.fori_loop(0, program.V // VALUES, through_states, zeros)
+
+    log_decay = bounded(here.load(given.log_decay, KEYS, first), cuts, tiles)
+    split = parts(log_decay, dtype)
+
+    def rows() -> list[Float32[Array, "C KEYS"]]:
+        return [here.load(ref, KEYS, first).astype(jnp.float32) for ref in (given.q, given.k)]
+
     q, k = rows()
-    state, dstate = states[b, h, i, columns], dstates[b, h, i, columns]
     read = read_factor(split, cuts)
-    dq_read = dot(here.load(do, program.V), state.T, dtype) * read
-    dk_read = dot(here.load(dv, program.V), state.T, dtype) * -read
-    keep = keep_factor(split, cuts)
-    dk_keep = dot(write[chunk], dstate.T, dtype) * keep
-    last = last_factor(log_decay, cuts)
-    dlast = last * jnp.sum(state.astype(jnp.float32) * dstate.astype(jnp.float32), 1)
+    dq_read, dk_read, dk_keep = dq_read * read, dk_read * -read, dk_keep * keep_factor(split, cuts)
+    dlast *= last_factor(log_decay, cuts)
     dG = pull(of_read, q * dq_read + k * dk_read) + pull(of_keep, k * dk_keep) + dlast[None]
+    dself_here = dself[chunk][:, None]
+    dq_sum, dk_sum = dq_read + dself_here * k, dk_read + dk_keep + dself_here * q
 
     dA_here, dL_here = dA[chunk], dL[chunk]
-    ddiagonal = jnp.sum(where(diagonal(), dA_here.astype(jnp.float32)), 1)[:, None]
-    dq_sum, dk_sum = dq_read + ddiagonal * k, dk_read + dk_keep + ddiagonal * q
-
     q, k = rows()
     begin, grow = begin_and_grow(split, tiles)
     dA_tile, dL_tile = (where(tile_pairs(tiles, cuts), x) for x in (dA_here, dL_here))

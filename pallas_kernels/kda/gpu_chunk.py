@@ -211,28 +211,19 @@ def last_factor(log_decay: Float32[Array, "C k"], cuts: Resets | None) -> Float3
 
 
 def products(
-    rows: Callable[[], tuple[Float32[Array, "C k"], Float32[Array, "C k"]]], split: list[Float[Array, "C k"]],
-    cuts: Resets | None, tiles: Tiling, dtype: Any,
-) -> tuple[Float32[Array, "C C"], Float32[Array, "C C"]]:  # fmt: skip
-    """What some channels add to A and L: for t >= s, and t > s, the product of q_t, or k_t, and of k_s with the decay between.
-
-    rows: reads q and k, anew for each use, which costs less than the registers to keep them.
-    """
-    q, k = rows()
+    rows: Float32[Array, "C k"], keys: Float32[Array, "C k"], split: list[Float[Array, "C k"]], cuts: Resets | None,
+    tiles: Tiling, dtype: Any,
+) -> Float32[Array, "C C"]:  # fmt: skip
+    """What some channels add to the products of row t and of key s, with the decay between them: for t > s, and others zero."""
     begin, grow = begin_and_grow(split, tiles)
-    grown = (k * grow).astype(dtype).T
-    A = where(tile_pairs(tiles, cuts) | diagonal(), dot(q * begin, grown, dtype))
-    L = where(tile_pairs(tiles, cuts), dot(k * begin, grown, dtype))
+    tile = where(tile_pairs(tiles, cuts), dot(rows * begin, (keys * grow).astype(dtype).T, dtype))
 
-    def level(n, sums):
-        A, L = sums
-        q, k = rows()
+    def level(n, total):
         half = tiles.size << n
         factor = level_factor(half, split)
-        keys, mask = (k * factor).astype(dtype), level_pairs(half, cuts)
-        return jnp.where(mask, dot(q * factor, keys.T, dtype), A), jnp.where(mask, dot(keys, keys.T, dtype), L)
+        return jnp.where(level_pairs(half, cuts), dot(rows * factor, (keys * factor).astype(dtype).T, dtype), total)
 
-    return jax.lax.fori_loop(0, tiles.levels, level, (A, L))
+    return jax.lax.fori_loop(0, tiles.levels, level, tile)
 
 
 def inverse(L: Float32[Array, "C C"], dtype: Any) -> Float32[Array, "C C"]:

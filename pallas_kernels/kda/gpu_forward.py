@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.kda.gpu_chunk import (
-    C, Tiling, bounded, dot, inverse, keep_factor, last_factor, parts, products, read_factor, tokens,
+    C, Resets, Tiling, Tokens, bounded, diagonal, dot, inverse, keep_factor, last_factor, parts, products, read_factor, tokens,
 )  # fmt: skip
 from pallas_kernels.target import current
 
@@ -50,39 +50,46 @@ class Program(NamedTuple):
         return jax.ShapeDtypeStruct((self.B, self.H, self.N, *sizes), dtype or self.dtype)
 
 
-class Chunks(NamedTuple):
-    """What `prepare` knows of each chunk; L and inverse for the backward only."""
+class Reads(NamedTuple):
+    """How each chunk reads the state before it, and what it wrote."""
+
+    q_read: Float[Array, "B H N C K"]
+    A: Float[Array, "B H N C C"]
+
+
+class Writes(NamedTuple):
+    """What each chunk writes to the state before it; L and inverse are for the backward."""
 
     w: Float[Array, "B H N C K"]
     u: Float[Array, "B H N C V"]
-    q_read: Float[Array, "B H N C K"]
     k_keep: Float[Array, "B H N C K"]
-    A: Float[Array, "B H N C C"]
     last: Float32[Array, "B H N K"]
-    L: Float[Array, "B H N C C"] | None = None
-    inverse: Float[Array, "B H N C C"] | None = None
+    L: Float[Array, "B H N C C"] | None
+    inverse: Float[Array, "B H N C C"] | None
 
 
-def prepare(inputs: Inputs, program: Program, *, save: bool) -> Chunks:
+def prepare(inputs: Inputs, program: Program, *, save: bool) -> tuple[Reads, Writes]:
     keys, values, pairs = (program.array(C, size) for size in (program.K, program.V, C))
-    saved = (pairs, pairs) if save else ()
-    out = Chunks(keys, values, keys, keys, pairs, program.array(program.K, dtype=jnp.float32), *saved)
-    return launch(_prepare_kernel, program, "kda_prepare", (program.N, program.H, program.B), out, warps=4)(inputs)
+    grid = program.N, program.H, program.B
+    reads = launch(_reads_kernel, program, "kda_reads", grid, Reads(keys, pairs), warps=4)(inputs)
+    saved = (pairs, pairs) if save else (None, None)
+    out = Writes(keys, values, keys, program.array(program.K, dtype=jnp.float32), *saved)
+    return Reads(*reads), Writes(*launch(_writes_kernel, program, "kda_writes", grid, out, warps=4)(inputs))
 
 
 def forward(
     inputs: Inputs, state: Float32[Array, "B H K V"], program: Program
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"], Float[Array, "B H N K V"]]:
     """o, the last state, and the state before each chunk in q's dtype."""
-    chunks = prepare(inputs, program, save=False)
+    reads, writes = prepare(inputs, program, save=False)
     _, _, v, _, beta, _, skip = inputs
     K, V = program.K, program.V
     out = jax.ShapeDtypeStruct(state.shape, jnp.float32), program.array(K, V), program.array(C, V)
     call = launch(_states_kernel, program, "kda_states", (V // VALUES, program.H, program.B), out, warps=4)
-    last, states, write = call(chunks.w, chunks.u, chunks.k_keep, chunks.last, beta, skip, state)
+    last, states, write = call(writes.w, writes.u, writes.k_keep, writes.last, beta, skip, state)
     out = jax.ShapeDtypeStruct(v.shape, v.dtype)
     call = launch(_output_kernel, program, "kda_output", (program.N, program.H, program.B), out, warps=8)
-    return call(chunks.q_read, chunks.A, states, write, skip), last, states
+    return call(reads.q_read, reads.A, states, write, skip), last, states
 
 
 def launch(kernel: Any, program: Program, name: str, grid: tuple[int, ...], out: Any, *, warps: int) -> Any:
@@ -92,45 +99,74 @@ def launch(kernel: Any, program: Program, name: str, grid: tuple[int, ...], out:
     )  # fmt: skip
 
 
-def _prepare_kernel(program: Program, given: Inputs, *outputs: Any) -> None:
-    out = Chunks(*outputs)
+class _Here(NamedTuple):
+    """One program's tokens, with what depends on their log decays, in blocks of KEYS channels."""
+
+    program: Program
+    given: Inputs
+    tokens: Tokens
+    cuts: Resets | None
+
+    def load(self, ref: Any, j: Any) -> Float32[Array, "C KEYS"]:
+        return self.tokens.load(ref, KEYS, j * KEYS).astype(jnp.float32)
+
+    def log_decay(self, j: Any) -> Float32[Array, "C KEYS"]:
+        return bounded(self.load(self.given.log_decay, j), self.cuts, self.program.tiles)
+
+    def products(self, rows: Any) -> Float32[Array, "C C"]:
+        """Those of `rows` with the keys, over all channels."""
+
+        def add(j, total):
+            split = parts(self.log_decay(j), self.program.dtype)
+            keys = self.load(self.given.k, j)
+            return total + products(self.load(rows, j), keys, split, self.cuts, self.program.tiles, self.program.dtype)
+
+        return jax.lax.fori_loop(0, self.program.K // KEYS, add, jnp.zeros((C, C), jnp.float32))
+
+
+def _here(program: Program, given: Inputs) -> tuple[tuple[Any, Any, Any], _Here]:
     i, h, b = (pl.program_id(axis) for axis in range(3))
-    chunk, tiles, dtype = (b, h, i), program.tiles, program.dtype
     here = tokens(given.skip, program.T, b, h, i)
-    cuts = here.load_resets(given.reset)
+    return (b, h, i), _Here(program, given, here, here.load_resets(given.reset))
 
-    def load(ref, j):
-        return here.load(ref, KEYS, j * KEYS).astype(jnp.float32)
 
-    def pairs(j, sums):
-        split = parts(bounded(load(given.log_decay, j), cuts, tiles), dtype)
-        added = products(lambda: (load(given.q, j), load(given.k, j)), split, cuts, tiles, dtype)
-        return tuple(total + x for total, x in zip(sums, added, strict=True))
+def _reads_kernel(program: Program, given: Inputs, q_read, A) -> None:
+    chunk, here = _here(program, given)
+    dtype = program.dtype
 
-    zeros = jnp.zeros((C, C), jnp.float32)
-    A, L = jax.lax.fori_loop(0, program.K // KEYS, pairs, (zeros, zeros))
-    out.A[chunk] = A.astype(dtype)
-    solve = inverse(L * here.load(given.beta)[None], dtype).astype(dtype)
+    def rows(j, own):
+        q = here.load(given.q, j)
+        read = read_factor(parts(here.log_decay(j), dtype), here.cuts)
+        q_read[*chunk, :, pl.ds(j * KEYS, KEYS)] = (q * read).astype(dtype)
+        return own + jnp.sum(q * here.load(given.k, j), 1)
+
+    own = jax.lax.fori_loop(0, program.K // KEYS, rows, jnp.zeros(C, jnp.float32))
+    A[chunk] = jnp.where(diagonal(), own[:, None], here.products(given.q)).astype(dtype)
+
+
+def _writes_kernel(program: Program, given: Inputs, *outputs: Any) -> None:
+    chunk, here = _here(program, given)
+    dtype, out = program.dtype, Writes(*outputs, *[None] * (6 - len(outputs)))
+    L = here.products(given.k)
+    solve = inverse(L * here.tokens.load(given.beta)[None], dtype).astype(dtype)
     if out.L is not None:
         out.L[chunk] = L.astype(dtype)
         out.inverse[chunk] = solve
 
-    def rows(j, _):
+    def keys(j, _):
         columns = pl.ds(j * KEYS, KEYS)
-        log_decay = bounded(load(given.log_decay, j), cuts, tiles)
+        log_decay, k = here.log_decay(j), here.load(given.k, j)
         split = parts(log_decay, dtype)
-        read, k = read_factor(split, cuts), load(given.k, j)
-        out.q_read[b, h, i, :, columns] = (load(given.q, j) * read).astype(dtype)
-        out.k_keep[b, h, i, :, columns] = (k * keep_factor(split, cuts)).astype(dtype)
-        out.w[b, h, i, :, columns] = dot(solve, k * read, dtype).astype(dtype)
-        out.last[b, h, i, columns] = last_factor(log_decay, cuts)
+        out.k_keep[*chunk, :, columns] = (k * keep_factor(split, here.cuts)).astype(dtype)
+        out.w[*chunk, :, columns] = dot(solve, k * read_factor(split, here.cuts), dtype).astype(dtype)
+        out.last[*chunk, columns] = last_factor(log_decay, here.cuts)
         return ()
 
     def values(j, _):
-        out.u[b, h, i, :, pl.ds(j * KEYS, KEYS)] = dot(solve, load(given.v, j), dtype).astype(dtype)
+        out.u[*chunk, :, pl.ds(j * KEYS, KEYS)] = dot(solve, here.load(given.v, j), dtype).astype(dtype)
         return ()
 
-    jax.lax.fori_loop(0, program.K // KEYS, rows, ())
+    jax.lax.fori_loop(0, program.K // KEYS, keys, ())
     jax.lax.fori_loop(0, program.V // KEYS, values, ())
 
 
