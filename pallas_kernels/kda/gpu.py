@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.kda.gpu_backward import backward
-from pallas_kernels.kda.gpu_chunk import C, Tiling, tiling
+from pallas_kernels.kda.gpu_chunk import C, tiling
 from pallas_kernels.kda.gpu_forward import Inputs, Program, forward
 from pallas_kernels.target import why_not_on
 

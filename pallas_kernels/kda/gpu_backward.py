@@ -16,12 +16,30 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.kda.gpu_chunk import (
-    C, add_up, begin_and_grow, bounded, diagonal, dot, keep_factor, last_factor, level_factor, level_pairs, of_keep, of_level,
-    of_read, of_tile, parts, read_factor, tile_pairs, tokens, where,
+    C,
+    add_up,
+    begin_and_grow,
+    bounded,
+    dot,
+    keep_factor,
+    last_factor,
+    level_factor,
+    level_pairs,
+    of_keep,
+    of_level,
+    of_one_sequence,
+    of_read,
+    of_tile,
+    parts,
+    read_factor,
+    tile_pairs,
+    tokens,
+    where,
 )  # fmt: skip
-from pallas_kernels.kda.gpu_forward import VALUES, Inputs, Program, launch, prepare
+from pallas_kernels.kda.gpu_forward import Inputs, Program, launch, prepare
 
 KEYS = 32  # channels of keys per program of the last kernel
+VALUES = 32  # channels of values per step of the last two
 
 
 def backward(
@@ -39,12 +57,14 @@ def backward(
     values, pairs = program.array(C, V), program.array(C, C)
 
     out = jax.ShapeDtypeStruct(dlast.shape, jnp.float32), program.array(K, V), values
-    call = launch(_states_kernel, program, "kda_state_gradients", (V // VALUES, H, B), out, warps=4)
-    dstate, dstates, dwrite = call(writes.w, reads.q_read, writes.k_keep, reads.A, writes.last, beta, skip, do, dlast)
+    call = launch(_states_kernel, program, "kda_state_gradients", (V // program.columns, H, B), out, warps=4)
+    dstate, dstates, dwrite = call(writes.w, reads.q_read, reads.k_keep, reads.A, reads.last, beta, skip, do, dlast)
 
     out = dv, dbeta, values, pairs, program.array(C, dtype=jnp.float32), pairs
     call = launch(_values_kernel, program, "kda_value_gradients", (N, H, B), out, warps=4)
-    dv, dbeta, write, *dpairs = call(writes.w, writes.u, writes.L, writes.inverse, states, dwrite, beta, skip, do)
+    dv, dbeta, write, *dpairs = call(
+        inputs, writes.w, writes.u, writes.L, writes.inverse, states, dwrite, do
+    )
 
     call = launch(_keys_kernel, program, "kda_key_gradients", (K // KEYS * N, H, B), (dq, dk, dlog_decay), warps=8)
     dq, dk, dlog_decay = call(inputs, states, dstates, write, do, dv, *dpairs)
@@ -53,14 +73,14 @@ def backward(
 
 def _states_kernel(program: Program, w, q_read, k_keep, A, decay, beta, skip, do, dlast, dfirst, dstates, dwrite) -> None:
     j, h, b = (pl.program_id(axis) for axis in range(3))
-    dtype, columns = program.dtype, pl.ds(j * VALUES, VALUES)
+    dtype, columns = program.dtype, pl.ds(j * program.columns, program.columns)
 
     def step(n, dstate):
         i = program.N - 1 - n
         here = tokens(skip, program.T, b, h, i)
         narrow = dstate.astype(dtype)
         dstates[b, h, i, :, columns] = narrow
-        do_here = here.load(do, VALUES, j * VALUES)
+        do_here = here.load(do, program.columns, j * program.columns)
         dwrite_here = dot(A[b, h, i].T, do_here, dtype) + dot(k_keep[b, h, i], narrow, dtype)
         dwrite[b, h, i, :, columns] = dwrite_here.astype(dtype)
         dx = dwrite_here * here.load(beta)[:, None]
@@ -70,11 +90,13 @@ def _states_kernel(program: Program, w, q_read, k_keep, A, decay, beta, skip, do
     dfirst[b, h, :, columns] = jax.lax.fori_loop(0, program.N, step, dlast[b, h, :, columns])
 
 
-def _values_kernel(program: Program, w, u, L, inverse, states, dwrite, beta, skip, do, dv, dbeta, write, dA, dself, dL) -> None:
+def _values_kernel(
+    program: Program, given: Inputs, w, u, L, inverse, states, dwrite, do, dv, dbeta, write, dA, dself, dL
+) -> None:
     i, h, b = (pl.program_id(axis) for axis in range(3))
     chunk, dtype = (b, h, i), program.dtype
-    here = tokens(skip, program.T, b, h, i)
-    beta_here, w_here, inverse_here = here.load(beta), w[chunk], inverse[chunk]
+    here = tokens(given.skip, program.T, b, h, i)
+    beta_here, w_here, inverse_here = here.load(given.beta), w[chunk], inverse[chunk]
 
     def part(j, sums):
         columns = pl.ds(j * VALUES, VALUES)
@@ -94,8 +116,9 @@ def _values_kernel(program: Program, w, u, L, inverse, states, dwrite, beta, ski
     zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in ((C, C), (C, C), C, C))
     dA_here, toward, dself[chunk], dbeta_here = jax.lax.fori_loop(0, program.V // VALUES, part, zeros)
     here.store(dbeta, dbeta_here - jnp.sum(L[chunk].astype(jnp.float32) * toward, 0))
-    dL[chunk] = (toward * -beta_here[None]).astype(dtype)
-    dA[chunk] = dA_here.astype(dtype)
+    cuts = here.load_resets(given.reset)
+    dA[chunk] = of_one_sequence(dA_here, cuts).astype(dtype)
+    dL[chunk] = of_one_sequence(toward * -beta_here[None], cuts).astype(dtype)
 
 
 def _keys_kernel(program: Program, given: Inputs, states, dstates, write, do, dv, dA, dself, dL, dq, dk, dlog_decay) -> None:
@@ -140,7 +163,7 @@ def _keys_kernel(program: Program, given: Inputs, states, dstates, write, do, dv
     dA_here, dL_here = dA[chunk], dL[chunk]
     q, k = rows()
     begin, grow = begin_and_grow(split, tiles)
-    dA_tile, dL_tile = (where(tile_pairs(tiles, cuts), x) for x in (dA_here, dL_here))
+    dA_tile, dL_tile = (where(tile_pairs(tiles), x) for x in (dA_here, dL_here))
     dq_begin = dot(dA_tile, k * grow, dtype) * begin
     dk_begin = dot(dL_tile, k * grow, dtype) * begin
     dk_grow = (dot(dA_tile.T, q * begin, dtype) + dot(dL_tile.T, k * begin, dtype)) * grow
@@ -152,7 +175,7 @@ def _keys_kernel(program: Program, given: Inputs, states, dstates, write, do, dv
         q, k = rows()
         half = tiles.size << n
         factor = level_factor(half, split)
-        dA_level, dL_level = (where(level_pairs(half, cuts), x) for x in (dA_here, dL_here))
+        dA_level, dL_level = (where(level_pairs(half), x) for x in (dA_here, dL_here))
         k_level = (k * factor).astype(dtype)
         dq_level = dot(dA_level, k_level, dtype) * factor
         dk_level = dot(dA_level.T, q * factor, dtype) + dot(dL_level, k_level, dtype) + dot(dL_level.T, k_level, dtype)

@@ -52,7 +52,7 @@ def tiling(decay_floor: float | None, dtype: Any) -> Tiling:
 
 def dot(a: Float[Array, "I J"], b: Float[Array, "J K"], dtype: Any) -> Float32[Array, "I K"]:
     """Multiplied in `dtype`, fp32 at full precision; summed in fp32."""
-    precision = lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+    precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if jnp.dtype(dtype) == jnp.float32 else None
     return jnp.dot(a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
@@ -151,16 +151,16 @@ def resets(here: Bool[Array, " C"]) -> Resets:
     return Resets(here, jnp.sum(jnp.where(s <= t, ones[None], 0), 1), jnp.sum(ones))
 
 
-def tile_pairs(tiles: Tiling, cuts: Resets | None) -> Bool[Array, "C C"]:
-    """t > s in one tile and in one sequence."""
+def tile_pairs(tiles: Tiling) -> Bool[Array, "C C"]:
+    """t > s in one tile."""
     t, s = _pairs()
-    return _of_one_sequence((s < t) & (s >= (t & -tiles.size)), cuts)
+    return (s < t) & (s >= (t & -tiles.size))
 
 
-def level_pairs(half: int, cuts: Resets | None = None) -> Bool[Array, "C C"]:
+def level_pairs(half: int | Int32[Array, ""]) -> Bool[Array, "C C"]:
     """t in the late and s in the early half of one block."""
     t, s = _pairs()
-    return _of_one_sequence(((t & -2 * half) == (s & -2 * half)) & (t & half != 0) & (s & half == 0), cuts)
+    return ((t & -2 * half) == (s & -2 * half)) & (t & half != 0) & (s & half == 0)
 
 
 def diagonal() -> Bool[Array, "C C"]:
@@ -168,8 +168,9 @@ def diagonal() -> Bool[Array, "C C"]:
     return t == s
 
 
-def _of_one_sequence(pairs: Bool[Array, "C C"], cuts: Resets | None) -> Bool[Array, "C C"]:
-    return pairs if cuts is None else pairs & (cuts.passed[:, None] == cuts.passed[None])
+def of_one_sequence(pairs: Float32[Array, "C C"], cuts: Resets | None) -> Float32[Array, "C C"]:
+    """Zero for pairs with a reset between them."""
+    return pairs if cuts is None else where(cuts.passed[:, None] == cuts.passed[None], pairs)
 
 
 def where(mask: Bool[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -211,22 +212,21 @@ def last_factor(log_decay: Float32[Array, "C k"], cuts: Resets | None) -> Float3
 
 
 def products(
-    rows: Float32[Array, "C k"], keys: Float32[Array, "C k"], split: list[Float[Array, "C k"]], cuts: Resets | None,
-    tiles: Tiling, dtype: Any,
-) -> Float32[Array, "C C"]:  # fmt: skip
+    rows: Float32[Array, "C k"], keys: Float32[Array, "C k"], split: list[Float[Array, "C k"]], tiles: Tiling, dtype: Any
+) -> Float32[Array, "C C"]:
     """What some channels add to the products of row t and of key s, with the decay between them: for t > s, and others zero."""
     begin, grow = begin_and_grow(split, tiles)
-    tile = where(tile_pairs(tiles, cuts), dot(rows * begin, (keys * grow).astype(dtype).T, dtype))
+    tile = where(tile_pairs(tiles), dot(rows * begin, (keys * grow).astype(dtype).T, dtype))
 
     def level(n, total):
         half = tiles.size << n
         factor = level_factor(half, split)
-        return jnp.where(level_pairs(half, cuts), dot(rows * factor, (keys * factor).astype(dtype).T, dtype), total)
+        return jnp.where(level_pairs(half), dot(rows * factor, (keys * factor).astype(dtype).T, dtype), total)
 
     return jax.lax.fori_loop(0, tiles.levels, level, tile)
 
 
-def inverse(L: Float32[Array, "C C"], dtype: Any) -> Float32[Array, "C C"]:
+def invert(L: Float32[Array, "C C"], dtype: Any) -> Float32[Array, "C C"]:
     """(I + L)^-1 of a strictly lower triangle: by substitution within 16 tokens, then by halves.
 
     No powers of L, which grow where keys repeat.

@@ -16,12 +16,25 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.kda.gpu_chunk import (
-    C, Resets, Tiling, Tokens, bounded, diagonal, dot, inverse, keep_factor, last_factor, parts, products, read_factor, tokens,
+    C,
+    Resets,
+    Tiling,
+    Tokens,
+    bounded,
+    diagonal,
+    dot,
+    invert,
+    keep_factor,
+    last_factor,
+    of_one_sequence,
+    parts,
+    products,
+    read_factor,
+    tokens,
 )  # fmt: skip
 from pallas_kernels.target import current
 
 KEYS = 32  # channels per step of a program that walks over all of a chunk's
-VALUES = 32  # of a state's columns, which do not depend on each other, per program
 
 
 class Inputs(NamedTuple):
@@ -46,24 +59,29 @@ class Program(NamedTuple):
     dtype: Any
     tiles: Tiling
 
+    @property
+    def columns(self) -> int:
+        """Of a state, which do not depend on each other: as many as a program holds in registers."""
+        return 16 if self.dtype == jnp.float32 else 32
+
     def array(self, *sizes: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.B, self.H, self.N, *sizes), dtype or self.dtype)
 
 
 class Reads(NamedTuple):
-    """How each chunk reads the state before it, and what it wrote."""
+    """How each chunk reads the state before it and what it wrote, and what it keeps of both."""
 
     q_read: Float[Array, "B H N C K"]
+    k_keep: Float[Array, "B H N C K"]
+    last: Float32[Array, "B H N K"]
     A: Float[Array, "B H N C C"]
 
 
 class Writes(NamedTuple):
-    """What each chunk writes to the state before it; L and inverse are for the backward."""
+    """What each chunk writes, given the state before it; L and inverse are for the backward."""
 
     w: Float[Array, "B H N C K"]
     u: Float[Array, "B H N C V"]
-    k_keep: Float[Array, "B H N C K"]
-    last: Float32[Array, "B H N K"]
     L: Float[Array, "B H N C C"] | None
     inverse: Float[Array, "B H N C C"] | None
 
@@ -71,10 +89,11 @@ class Writes(NamedTuple):
 def prepare(inputs: Inputs, program: Program, *, save: bool) -> tuple[Reads, Writes]:
     keys, values, pairs = (program.array(C, size) for size in (program.K, program.V, C))
     grid = program.N, program.H, program.B
-    reads = launch(_reads_kernel, program, "kda_reads", grid, Reads(keys, pairs), warps=4)(inputs)
+    out = Reads(keys, keys, program.array(program.K, dtype=jnp.float32), pairs)
+    reads = launch(_reads_kernel, program, "kda_reads", grid, out, warps=4)(inputs)
     saved = (pairs, pairs) if save else (None, None)
-    out = Writes(keys, values, keys, program.array(program.K, dtype=jnp.float32), *saved)
-    return Reads(*reads), Writes(*launch(_writes_kernel, program, "kda_writes", grid, out, warps=4)(inputs))
+    writes = launch(_writes_kernel, program, "kda_writes", grid, Writes(keys, values, *saved), warps=4)(inputs)
+    return Reads(*reads), Writes(*writes)
 
 
 def forward(
@@ -85,8 +104,8 @@ def forward(
     _, _, v, _, beta, _, skip = inputs
     K, V = program.K, program.V
     out = jax.ShapeDtypeStruct(state.shape, jnp.float32), program.array(K, V), program.array(C, V)
-    call = launch(_states_kernel, program, "kda_states", (V // VALUES, program.H, program.B), out, warps=4)
-    last, states, write = call(writes.w, writes.u, writes.k_keep, writes.last, beta, skip, state)
+    call = launch(_states_kernel, program, "kda_states", (V // program.columns, program.H, program.B), out, warps=4)
+    last, states, write = call(writes.w, writes.u, reads.k_keep, reads.last, beta, skip, state)
     out = jax.ShapeDtypeStruct(v.shape, v.dtype)
     call = launch(_output_kernel, program, "kda_output", (program.N, program.H, program.B), out, warps=8)
     return call(reads.q_read, reads.A, states, write, skip), last, states
@@ -117,11 +136,12 @@ class _Here(NamedTuple):
         """Those of `rows` with the keys, over all channels."""
 
         def add(j, total):
-            split = parts(self.log_decay(j), self.program.dtype)
-            keys = self.load(self.given.k, j)
-            return total + products(self.load(rows, j), keys, split, self.cuts, self.program.tiles, self.program.dtype)
+            tiles, dtype = self.program.tiles, self.program.dtype
+            split = parts(self.log_decay(j), dtype)
+            return total + products(self.load(rows, j), self.load(self.given.k, j), split, tiles, dtype)
 
-        return jax.lax.fori_loop(0, self.program.K // KEYS, add, jnp.zeros((C, C), jnp.float32))
+        total = jax.lax.fori_loop(0, self.program.K // KEYS, add, jnp.zeros((C, C), jnp.float32))
+        return of_one_sequence(total, self.cuts)
 
 
 def _here(program: Program, given: Inputs) -> tuple[tuple[Any, Any, Any], _Here]:
@@ -130,40 +150,38 @@ def _here(program: Program, given: Inputs) -> tuple[tuple[Any, Any, Any], _Here]
     return (b, h, i), _Here(program, given, here, here.load_resets(given.reset))
 
 
-def _reads_kernel(program: Program, given: Inputs, q_read, A) -> None:
+def _reads_kernel(program: Program, given: Inputs, q_read, k_keep, last, A) -> None:
     chunk, here = _here(program, given)
     dtype = program.dtype
 
     def rows(j, own):
-        q = here.load(given.q, j)
-        read = read_factor(parts(here.log_decay(j), dtype), here.cuts)
-        q_read[*chunk, :, pl.ds(j * KEYS, KEYS)] = (q * read).astype(dtype)
-        return own + jnp.sum(q * here.load(given.k, j), 1)
+        columns = pl.ds(j * KEYS, KEYS)
+        log_decay, q, k = here.log_decay(j), here.load(given.q, j), here.load(given.k, j)
+        split = parts(log_decay, dtype)
+        q_read[*chunk, :, columns] = (q * read_factor(split, here.cuts)).astype(dtype)
+        k_keep[*chunk, :, columns] = (k * keep_factor(split, here.cuts)).astype(dtype)
+        last[*chunk, columns] = last_factor(log_decay, here.cuts)
+        return own + jnp.sum(q * k, 1)
 
     own = jax.lax.fori_loop(0, program.K // KEYS, rows, jnp.zeros(C, jnp.float32))
     A[chunk] = jnp.where(diagonal(), own[:, None], here.products(given.q)).astype(dtype)
 
 
-def _writes_kernel(program: Program, given: Inputs, *outputs: Any) -> None:
+def _writes_kernel(program: Program, given: Inputs, w, u, L=None, inverse=None) -> None:
     chunk, here = _here(program, given)
-    dtype, out = program.dtype, Writes(*outputs, *[None] * (6 - len(outputs)))
-    L = here.products(given.k)
-    solve = inverse(L * here.tokens.load(given.beta)[None], dtype).astype(dtype)
-    if out.L is not None:
-        out.L[chunk] = L.astype(dtype)
-        out.inverse[chunk] = solve
+    dtype = program.dtype
+    triangle = here.products(given.k)
+    solve = invert(triangle * here.tokens.load(given.beta)[None], dtype).astype(dtype)
+    if L is not None:
+        L[chunk], inverse[chunk] = triangle.astype(dtype), solve
 
     def keys(j, _):
-        columns = pl.ds(j * KEYS, KEYS)
-        log_decay, k = here.log_decay(j), here.load(given.k, j)
-        split = parts(log_decay, dtype)
-        out.k_keep[*chunk, :, columns] = (k * keep_factor(split, here.cuts)).astype(dtype)
-        out.w[*chunk, :, columns] = dot(solve, k * read_factor(split, here.cuts), dtype).astype(dtype)
-        out.last[*chunk, columns] = last_factor(log_decay, here.cuts)
+        read = read_factor(parts(here.log_decay(j), dtype), here.cuts)
+        w[*chunk, :, pl.ds(j * KEYS, KEYS)] = dot(solve, here.load(given.k, j) * read, dtype).astype(dtype)
         return ()
 
     def values(j, _):
-        out.u[*chunk, :, pl.ds(j * KEYS, KEYS)] = dot(solve, here.load(given.v, j), dtype).astype(dtype)
+        u[*chunk, :, pl.ds(j * KEYS, KEYS)] = dot(solve, here.load(given.v, j), dtype).astype(dtype)
         return ()
 
     jax.lax.fori_loop(0, program.K // KEYS, keys, ())
@@ -172,7 +190,7 @@ def _writes_kernel(program: Program, given: Inputs, *outputs: Any) -> None:
 
 def _states_kernel(program: Program, w, u, k_keep, decay, beta, skip, first, last, states, write) -> None:
     j, h, b = (pl.program_id(axis) for axis in range(3))
-    dtype, columns = program.dtype, pl.ds(j * VALUES, VALUES)
+    dtype, columns = program.dtype, pl.ds(j * program.columns, program.columns)
 
     def step(i, state):
         narrow = state.astype(dtype)
