@@ -57,7 +57,7 @@ def dot(a: Float[Array, "I J"], b: Float[Array, "J K"], dtype: Any) -> Float32[A
 
 
 class Tokens(NamedTuple):
-    """The tokens of one chunk of row b and head h. Those outside of the row, before its start and after its end, read as zeros."""
+    """The tokens of one chunk of row b and head h. Those outside of the row, before its begin or after its end, read as zeros."""
 
     b: Int32[Array, ""]
     h: Int32[Array, ""]

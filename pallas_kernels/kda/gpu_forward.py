@@ -34,8 +34,6 @@ from pallas_kernels.kda.gpu_chunk import (
 )  # fmt: skip
 from pallas_kernels.target import current
 
-KEYS = 32  # channels per step of a program that walks over all of a chunk's
-
 
 class Inputs(NamedTuple):
     q: Float[Array, "B T H K"]
@@ -60,8 +58,8 @@ class Program(NamedTuple):
     tiles: Tiling
 
     @property
-    def columns(self) -> int:
-        """Of a state, which do not depend on each other: as many as a program holds in registers."""
+    def width(self) -> int:
+        """Channels of keys or values per step or program: as many as registers hold."""
         return 16 if self.dtype == jnp.float32 else 32
 
     def array(self, *sizes: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
@@ -104,7 +102,7 @@ def forward(
     _, _, v, _, beta, _, skip = inputs
     K, V = program.K, program.V
     out = jax.ShapeDtypeStruct(state.shape, jnp.float32), program.array(K, V), program.array(C, V)
-    call = launch(_states_kernel, program, "kda_states", (V // program.columns, program.H, program.B), out, warps=4)
+    call = launch(_states_kernel, program, "kda_states", (V // program.width, program.H, program.B), out, warps=4)
     last, states, write = call(writes.w, writes.u, reads.k_keep, reads.last, beta, skip, state)
     out = jax.ShapeDtypeStruct(v.shape, v.dtype)
     call = launch(_output_kernel, program, "kda_output", (program.N, program.H, program.B), out, warps=8)
@@ -119,17 +117,17 @@ def launch(kernel: Any, program: Program, name: str, grid: tuple[int, ...], out:
 
 
 class _Here(NamedTuple):
-    """One program's tokens, with what depends on their log decays, in blocks of KEYS channels."""
+    """One program's tokens, with what depends on their log decays, in blocks of `width` channels."""
 
     program: Program
     given: Inputs
     tokens: Tokens
     cuts: Resets | None
 
-    def load(self, ref: Any, j: Any) -> Float32[Array, "C KEYS"]:
-        return self.tokens.load(ref, KEYS, j * KEYS).astype(jnp.float32)
+    def load(self, ref: Any, j: Any) -> Float32[Array, "C width"]:
+        return self.tokens.load(ref, self.program.width, j * self.program.width).astype(jnp.float32)
 
-    def log_decay(self, j: Any) -> Float32[Array, "C KEYS"]:
+    def log_decay(self, j: Any) -> Float32[Array, "C width"]:
         return bounded(self.load(self.given.log_decay, j), self.cuts, self.program.tiles)
 
     def products(self, rows: Any) -> Float32[Array, "C C"]:
@@ -140,7 +138,7 @@ class _Here(NamedTuple):
             split = parts(self.log_decay(j), dtype)
             return total + products(self.load(rows, j), self.load(self.given.k, j), split, tiles, dtype)
 
-        total = jax.lax.fori_loop(0, self.program.K // KEYS, add, jnp.zeros((C, C), jnp.float32))
+        total = jax.lax.fori_loop(0, self.program.K // self.program.width, add, jnp.zeros((C, C), jnp.float32))
         return of_one_sequence(total, self.cuts)
 
 
@@ -152,10 +150,10 @@ def _here(program: Program, given: Inputs) -> tuple[tuple[Any, Any, Any], _Here]
 
 def _reads_kernel(program: Program, given: Inputs, q_read, k_keep, last, A) -> None:
     chunk, here = _here(program, given)
-    dtype = program.dtype
+    dtype, width = program.dtype, program.width
 
     def rows(j, own):
-        columns = pl.ds(j * KEYS, KEYS)
+        columns = pl.ds(j * width, width)
         log_decay, q, k = here.log_decay(j), here.load(given.q, j), here.load(given.k, j)
         split = parts(log_decay, dtype)
         q_read[*chunk, :, columns] = (q * read_factor(split, here.cuts)).astype(dtype)
@@ -163,13 +161,13 @@ def _reads_kernel(program: Program, given: Inputs, q_read, k_keep, last, A) -> N
         last[*chunk, columns] = last_factor(log_decay, here.cuts)
         return own + jnp.sum(q * k, 1)
 
-    own = jax.lax.fori_loop(0, program.K // KEYS, rows, jnp.zeros(C, jnp.float32))
+    own = jax.lax.fori_loop(0, program.K // width, rows, jnp.zeros(C, jnp.float32))
     A[chunk] = jnp.where(diagonal(), own[:, None], here.products(given.q)).astype(dtype)
 
 
 def _writes_kernel(program: Program, given: Inputs, w, u, L=None, inverse=None) -> None:
     chunk, here = _here(program, given)
-    dtype = program.dtype
+    dtype, width = program.dtype, program.width
     triangle = here.products(given.k)
     solve = invert(triangle * here.tokens.load(given.beta)[None], dtype).astype(dtype)
     if L is not None:
@@ -177,20 +175,20 @@ def _writes_kernel(program: Program, given: Inputs, w, u, L=None, inverse=None) 
 
     def keys(j, _):
         read = read_factor(parts(here.log_decay(j), dtype), here.cuts)
-        w[*chunk, :, pl.ds(j * KEYS, KEYS)] = dot(solve, here.load(given.k, j) * read, dtype).astype(dtype)
+        w[*chunk, :, pl.ds(j * width, width)] = dot(solve, here.load(given.k, j) * read, dtype).astype(dtype)
         return ()
 
     def values(j, _):
-        u[*chunk, :, pl.ds(j * KEYS, KEYS)] = dot(solve, here.load(given.v, j), dtype).astype(dtype)
+        u[*chunk, :, pl.ds(j * width, width)] = dot(solve, here.load(given.v, j), dtype).astype(dtype)
         return ()
 
-    jax.lax.fori_loop(0, program.K // KEYS, keys, ())
-    jax.lax.fori_loop(0, program.V // KEYS, values, ())
+    jax.lax.fori_loop(0, program.K // width, keys, ())
+    jax.lax.fori_loop(0, program.V // width, values, ())
 
 
 def _states_kernel(program: Program, w, u, k_keep, decay, beta, skip, first, last, states, write) -> None:
     j, h, b = (pl.program_id(axis) for axis in range(3))
-    dtype, columns = program.dtype, pl.ds(j * program.columns, program.columns)
+    dtype, columns = program.dtype, pl.ds(j * program.width, program.width)
 
     def step(i, state):
         narrow = state.astype(dtype)
