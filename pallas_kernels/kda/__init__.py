@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.kda import reference, step, tpu, xla
+from pallas_kernels.kda import gpu, reference, step, tpu, xla
 
-IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
+IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 STEP_IMPLS = {"xla": step}
 
 
