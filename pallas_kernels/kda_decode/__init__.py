@@ -1,0 +1,34 @@
+"""Decode of Kimi Delta Attention for many sequences, from the projections to the gated output (Kimi Linear, arXiv 2510.26692)."""
+
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.dispatch import run
+from pallas_kernels.kda_decode import reference, tpu, xla
+from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
+
+IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
+
+
+def kda_decode(
+    x: Projected,
+    weights: Weights,
+    pool: Pool,
+    slots: Int32[Array, "N"],
+    *,
+    decay_floor: float | None,
+    eps: float,
+    impl: str | None = None,
+) -> tuple[Float[Array, "N HK"], Pool]:
+    """One token of each of N sequences, whose state and conv windows lie in slots of a pool and are updated there.
+
+        q, k, v <- silu(sum_i conv_i window_i), the token itself the window's last input      in fp32, then in x's dtype
+        q <- q / sqrt(sum q^2 + 1e-6) K^-1/2;   k <- k / sqrt(sum k^2 + 1e-6)                 per head, fp32 from here on
+        log_decay = decay_floor sigmoid(exp(A_log) (decay + dt_bias))                         K3
+                  = -exp(A_log) softplus(decay + dt_bias)                                     decay_floor=None: Kimi-Linear
+        S <- diag(exp(log_decay)) S;   S <- S + sigmoid(beta) k (v - S'k)';   o = S'q         o in x's dtype
+        y = o / sqrt(mean o^2 + eps) o_norm sigmoid(gate)                                     per head
+
+    slots  slot of each row, no two the same; negative: the row is idle, its y is zero and nothing is read or written for it
+    Returns y in gate's dtype, and the pool. Donate the pool to the jit around this, or XLA copies it first.
+    """
+    return run("kda_decode", IMPLS, impl, x, weights, pool, slots, decay_floor=decay_floor, eps=eps)

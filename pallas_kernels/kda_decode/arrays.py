@@ -1,0 +1,32 @@
+"""What decode of Kimi Delta Attention takes and updates. HK = H heads of K channels side by side; V = K."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Float32
+
+
+class Projected(NamedTuple):
+    """What the layer's projections make of each row's token (or of its T drafted ones), before any bias or non-linearity."""
+
+    q: Float[Array, "N *T HK"]
+    k: Float[Array, "N *T HK"]
+    v: Float[Array, "N *T HK"]
+    decay: Float[Array, "N *T HK"]
+    beta: Float[Array, "N *T H"]
+    gate: Float[Array, "N *T HK"]
+
+
+class Weights(NamedTuple):
+    """The layer's own. conv[0], conv[1], conv[2] are the taps of q, k and v, that of the newest input last."""
+
+    conv: Float32[Array, "3 W HK"]
+    A_log: Float32[Array, "H"]
+    dt_bias: Float32[Array, "HK"]
+    o_norm: Float32[Array, "K"]
+
+
+class Pool(NamedTuple):
+    """One slot per sequence: S after its last token, and the last W - 1 inputs of the convolutions of q, k, v, oldest first."""
+
+    states: Float32[Array, "slots H K K"]
+    windows: Float[Array, "slots 3 W-1 HK"]
