@@ -3,9 +3,9 @@
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.mla import gpu, reference, xla
+from pallas_kernels.mla import gpu, reference, tpu, xla
 
-IMPLS = {"gpu": gpu, "xla": xla, "reference": reference}
+IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 LATENT_IMPLS = {"xla": xla, "reference": reference}
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla import IMPLS, LATENT_IMPLS, attention, gpu, latent_attention, xla
+from pallas_kernels.mla import IMPLS, LATENT_IMPLS, attention, gpu, latent_attention, tpu, xla
 from pallas_kernels.target import target
 
-B, T, H, K, V = 2, 45, 3, 48, 16
+B, T, H, K, V = 2, 45, 2, 192, 128
 SCALE = K**-0.5
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_latent_impl = pytest.mark.parametrize("impl", LATENT_IMPLS)
@@ -21,17 +21,18 @@ attend = jax.jit(partial(attention, scale=SCALE), static_argnames="impl")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """45 tokens are three blocks of 16, the last one partly filled."""
-    monkeypatch.setattr(xla, "Q_BLOCK", 16)
-    monkeypatch.setattr(xla, "KV_BLOCK", 16)
-    for name in ("Q_BLOCK", "KV_BLOCK", "GRADIENT_BLOCK"):
-        monkeypatch.setattr(gpu, name, 16)
+    for impl in (xla, tpu, gpu):
+        monkeypatch.setattr(impl, "Q_BLOCK", 16)
+        monkeypatch.setattr(impl, "KV_BLOCK", 16)
+    monkeypatch.setattr(gpu, "GRADIENT_BLOCK", 16)
+    monkeypatch.setattr(tpu, "STRIP", 32)
 
 
 @pytest.fixture(autouse=True)
 def interpreted(request):
     """Kernels for other machines run in Pallas's interpreter."""
     impl = request.node.callspec.params.get("impl") if hasattr(request.node, "callspec") else None
-    with target(impl, interpret=True) if impl == "gpu" else nullcontext():
+    with target(impl, interpret=True) if impl in ("tpu", "gpu") else nullcontext():
         yield
 
 
@@ -197,7 +198,6 @@ def test_gradients_of_absorbed_attention_equal_the_reference():
     q, latent = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((B, T, H, L + R), (B, T, L + R)))
     g = jnp.asarray(rng.normal(size=(B, T, H, L)), jnp.float32)
 
-
     @partial(jax.jit, static_argnames="impl")
     def pulled_back(q, latent, g, places, *, impl):
         return jax.vjp(lambda *x: attend_latent(*x, **places, impl=impl), q, latent)[1](g)
@@ -259,7 +259,7 @@ def test_the_gpu_kernels_lower_for_cuda_at_the_real_sizes(dtype, monkeypatch):
 
 def test_sizes_that_no_tile_fits_are_refused_before_triton_sees_them():
     q, k, v = draw()
-    with target("gpu"), pytest.raises(ValueError, match="powers of two from 16 on.* got keys of 40 and values of 16"):
+    with target("gpu"), pytest.raises(ValueError, match="powers of two from 16 on.* got keys of 40 and values of 128"):
         attention(q[..., :40], k[..., :40], v, scale=1.0, **in_order(), impl="gpu")
     with pytest.raises(ValueError, match="it is a kernel for gpu, and programs are compiled for cpu here"):
         attention(q, k, v, scale=1.0, **in_order(), impl="gpu")

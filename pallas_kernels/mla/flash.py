@@ -1,0 +1,259 @@
+"""Flash attention on TPUs over listed pairs of blocks (FlashAttention-2, arXiv 2307.08691), forward and backward.
+
+Scores stand as [keys, queries]. Sums over keys then run over sublanes, what is kept per query is a row, and neither the
+output [V, queries] nor a gradient needs a transposed block of scores.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from pallas_kernels.mla.blocks import FIRST, LAST, PARTLY, WHOLLY, Steps
+from pallas_kernels.target import current
+
+VMEM = 56 * 2**20  # bytes a kernel may take, of the 64 MiB of v5p and tpu7x
+LOG2_E = float(np.log2(np.e))
+
+
+class Form(NamedTuple):
+    scale: float
+    q_size: int  # queries per block
+    k_size: int  # keys per block
+    counts: tuple[int | None, ...]  # grid steps of the forward and of each strip of the backward, where known
+
+
+class Plan(NamedTuple):
+    queries: Int32[Array, "B 2 T"]  # segments and positions
+    keys: Int32[Array, "B 2 S"]
+    forward: Steps  # outer blocks are of queries
+    backward: tuple[Steps, ...]  # per strip of queries; outer blocks are of keys
+
+
+def _value(
+    form: Form, q: Float[Array, "B H T K"], k: Float[Array, "B H S K"], v: Float[Array, "B H S V"], plan: Plan
+) -> Float[Array, "B H T V"]:
+    return _forward(form, q, k, v, plan)[0]
+
+
+def _forward(form: Form, q: Array, k: Array, v: Array, plan: Plan) -> tuple[Array, tuple[Any, ...]]:
+    (B, H, T, K), V = q.shape, v.shape[-1]
+    queries, keys = _Rows(0, form.q_size, plan.forward, B), _Rows(1, form.k_size, plan.forward, B)
+    out, log_total = _call(
+        partial(_forward_kernel, form),
+        "mla_forward",
+        (B, H, form.counts[0]),
+        plan.forward,
+        [(plan.queries, queries.places), (plan.keys, keys.places), (q, queries.of(K)), (k, keys.of(K)),
+         (v.swapaxes(2, 3), keys.transposed(V))],
+        [((B, H, V, T), v.dtype, queries.transposed(V)), ((B, H, 1, T), jnp.float32, queries.transposed(1))],
+        [(1, form.q_size), (1, form.q_size), (V, form.q_size)],
+    )
+    out = out.swapaxes(2, 3)
+    return out, (q, k, v, plan, out, log_total)
+
+
+def _forward_kernel(
+    form: Form, outer: Any, inner: Any, flags: Any, q_places: Any, k_places: Any, q_ref: Any, k_ref: Any, v_ref: Any,
+    out_ref: Any, log_total_ref: Any, top_ref: Any, total_ref: Any, acc_ref: Any,
+) -> None:
+    """o = sum_s 2^(x_s - top) v_s / sum_s 2^(x_s - top), with x = scale log2(e) q.k and top the running maximum of x."""
+    flag = flags[_step(flags)]
+
+    @pl.when(flag & FIRST != 0)
+    def _() -> None:
+        top_ref[...] = jnp.full_like(top_ref, -jnp.inf)
+        total_ref[...] = jnp.zeros_like(total_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    def add_keys(seen: Bool[Array, "N M"] | None) -> None:
+        score = form.scale * LOG2_E * _dot(k_ref[0, 0], q_ref[0, 0], (1, 1))
+        if seen is not None:
+            score = jnp.where(seen, score, -jnp.inf)
+        top = top_ref[...]
+        new_top = jnp.maximum(top, jnp.max(score, 0, keepdims=True))
+        base = new_top if seen is None else _finite(new_top)
+        weight = jnp.exp2(score - base)
+        keep = jnp.exp2(top - base)
+        top_ref[...] = new_top
+        total_ref[...] = keep * total_ref[...] + jnp.sum(weight, 0, keepdims=True)
+        acc_ref[...] = keep * acc_ref[...] + _dot(v_ref[0, 0], weight.astype(v_ref.dtype), (1, 0))
+
+    _by_visibility(flag, q_places, k_places, add_keys)
+
+    @pl.when(flag & LAST != 0)
+    def _() -> None:
+        total = total_ref[...]
+        out_ref[0, 0] = (acc_ref[...] / jnp.where(total > 0, total, 1)).astype(out_ref.dtype)
+        log_total_ref[0, 0] = _finite(top_ref[...]) + jnp.log2(total)
+
+
+def _backward(form: Form, kept: tuple[Any, ...], g: Float[Array, "B H T V"]) -> tuple[Any, ...]:
+    """P = 2^(x - log_total), delta = g.o; dV = P'g, dS = P (g V' - delta), dQ = scale dS K, dK = scale dS'Q.
+
+    Queries go in strips, so that the sums of their gradients stay in VMEM; the gradients of keys add up over strips.
+    """
+    q, k, v, plan, out, log_total = kept
+    delta = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), -1)[:, :, None]
+    strip = -(-q.shape[2] // form.q_size // len(plan.backward)) * form.q_size
+    dq, dk, dv = [], [], []
+    for i, (steps, count) in enumerate(zip(plan.backward, form.counts[1:], strict=True)):
+        part = slice(i * strip, (i + 1) * strip)
+        of_strip = q[:, :, part], g[:, :, part], log_total[..., part], delta[..., part], plan.queries[..., part]
+        x = _strip_backward(form, steps, count, *of_strip, k, v, plan.keys, jnp.float32 if len(plan.backward) > 1 else k.dtype)
+        for total, gradient in zip((dq, dk, dv), x, strict=True):
+            total.append(gradient)
+    return jnp.concatenate(dq, 2), sum(dk).astype(k.dtype), sum(dv).astype(v.dtype), None
+
+
+def _strip_backward(
+    form: Form, steps: Steps, count: int | None, q: Array, g: Array, log_total: Float32[Array, "B H 1 T"],
+    delta: Float32[Array, "B H 1 T"], q_places: Array, k: Array, v: Array, k_places: Array, dtype: Any,
+) -> tuple[Array, Array, Array]:
+    (B, H, T, K), (S, V) = q.shape, v.shape[2:]
+    queries, keys = _Rows(1, form.q_size, steps, B), _Rows(0, form.k_size, steps, B)
+    whole = pl.BlockSpec((1, 1, K, T), lambda b, h, *_: (b, h, 0, 0))
+    dq, dk, dv = _call(
+        partial(_backward_kernel, form),
+        "mla_backward",
+        (B, H, count),
+        steps,
+        [(q_places, queries.places), (k_places, keys.places), (q, queries.of(K)), (k, keys.of(K)), (v, keys.of(V)),
+         (g, queries.of(V)), (log_total, queries.transposed(1)), (delta, queries.transposed(1))],
+        [((B, H, K, T), q.dtype, whole), ((B, H, S, K), dtype, keys.of(K)), ((B, H, S, V), dtype, keys.of(V))],
+        [(K, T), (form.k_size, K), (form.k_size, V)],
+    )
+    return dq.swapaxes(2, 3), dk, dv
+
+
+def _backward_kernel(
+    form: Form, outer: Any, inner: Any, flags: Any, q_places: Any, k_places: Any, q_ref: Any, k_ref: Any, v_ref: Any,
+    g_ref: Any, log_total_ref: Any, delta_ref: Any, dq_ref: Any, dk_ref: Any, dv_ref: Any, dq_acc: Any, dk_acc: Any, dv_acc: Any,
+) -> None:
+    flag = flags[_step(flags)]
+    columns = pl.ds(pl.multiple_of(inner[_step(inner)] * form.q_size, form.q_size), form.q_size)
+
+    @pl.when(pl.program_id(2) == 0)
+    def _() -> None:
+        dq_acc[...] = jnp.zeros_like(dq_acc)
+
+    @pl.when(flag & FIRST != 0)
+    def _() -> None:
+        dk_acc[...] = jnp.zeros_like(dk_acc)
+        dv_acc[...] = jnp.zeros_like(dv_acc)
+
+    def add_queries(seen: Bool[Array, "N M"] | None) -> None:
+        q, k, v, g = q_ref[0, 0], k_ref[0, 0], v_ref[0, 0], g_ref[0, 0]
+        score = form.scale * LOG2_E * _dot(k, q, (1, 1))
+        prob = jnp.exp2(score - log_total_ref[0, 0])
+        dscore = prob * (_dot(v, g, (1, 1)) - delta_ref[0, 0])
+        if seen is not None:
+            prob, dscore = jnp.where(seen, prob, 0), jnp.where(seen, dscore, 0)
+        dscore = dscore.astype(k.dtype)
+        dv_acc[...] += _dot(prob.astype(g.dtype), g, (1, 0))
+        dk_acc[...] += _dot(dscore, q, (1, 0))
+        dq_acc[:, columns] += _dot(k.T, dscore, (1, 0))
+
+    _by_visibility(flag, q_places, k_places, add_queries)
+
+    @pl.when(flag & LAST != 0)
+    def _() -> None:
+        dk_ref[0, 0] = (form.scale * dk_acc[...]).astype(dk_ref.dtype)
+        dv_ref[0, 0] = dv_acc[...].astype(dv_ref.dtype)
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def _() -> None:
+        dq_ref[0, 0] = (form.scale * dq_acc[...]).astype(dq_ref.dtype)
+
+
+flash = jax.custom_vjp(_value, nondiff_argnums=(0,))
+flash.defvjp(_forward, _backward)
+
+
+class _Rows(NamedTuple):
+    """Specifications of a step's block of queries or keys, for arrays with one row or one column for each."""
+
+    which: int  # 0 for the outer, 1 for the inner block of a pair
+    size: int
+    steps: Steps
+    batch: int
+
+    def _block(self, b: Any, n: Any, *lists: Any) -> Any:
+        return lists[self.which][b * (self.steps.outer.shape[0] // self.batch) + n]
+
+    def of(self, width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, self.size, width), lambda b, h, n, *lists: (b, h, self._block(b, n, *lists), 0))
+
+    def transposed(self, width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, width, self.size), lambda b, h, n, *lists: (b, h, 0, self._block(b, n, *lists)))
+
+    @property
+    def places(self) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 2, self.size), lambda b, h, n, *lists: (b, 0, self._block(b, n, *lists)))
+
+
+def _call(
+    kernel: Callable[..., None], name: str, grid: tuple[int, int, int | None], steps: Steps, operands: Sequence[Any],
+    results: Sequence[Any], scratch: Sequence[tuple[int, int]],
+) -> Sequence[Array]:
+    B, H, count = grid
+    arrays, in_specs = zip(*operands, strict=True)
+    shapes, dtypes, out_specs = zip(*results, strict=True)
+    return pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(*x) for x in zip(shapes, dtypes, strict=True)],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(B, H, steps.count if count is None else count),
+            in_specs=in_specs,
+            out_specs=list(out_specs),
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        interpret=current().interpret,
+        name=name,
+    )(steps.outer, steps.inner, steps.flags, *arrays)
+
+
+def _step(steps: Any) -> Any:
+    """Of this grid step, its place in the lists."""
+    return pl.program_id(0) * (steps.shape[0] // pl.num_programs(0)) + pl.program_id(2)
+
+
+def _by_visibility(flag: Any, q_places: Any, k_places: Any, compute: Callable[[Bool[Array, "N M"] | None], None]) -> None:
+    """Calls `compute` with which keys [N, M] each query sees, or None if each sees all; not at all if none sees any."""
+
+    @pl.when(flag & WHOLLY != 0)
+    def _() -> None:
+        compute(None)
+
+    @pl.when(flag & PARTLY != 0)
+    def _() -> None:
+        segment, position = q_places[0, :1], q_places[0, 1:]
+        key_segment, key_position = (_column(k_places[0, i : i + 1], segment.shape[1]) for i in (0, 1))
+        compute((key_segment == segment) & (key_segment != 0) & (key_position <= position))
+
+
+def _column(row: Int32[Array, "1 N"], width: int) -> Int32[Array, "N M"]:
+    """The row as a column, `width` times side by side."""
+    tile = jnp.broadcast_to(row, (128, row.shape[1])).T
+    return jnp.tile(tile, (1, -(-width // 128)))[:, :width]
+
+
+def _finite(top: Float32[Array, "1 M"]) -> Float32[Array, "1 M"]:
+    """The running maximum, or 0 where no key was seen yet."""
+    return jnp.where(top == -jnp.inf, 0, top)
+
+
+def _dot(x: Array, y: Array, contracted: tuple[int, int]) -> Float32[Array, "N M"]:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = ((contracted[:1], contracted[1:]), ((), ()))
+    return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
