@@ -124,12 +124,12 @@ def _forward_kernel(form, q, k, v, q_seg, q_pos, k_seg, k_pos, first, last, o, l
     i, b, h = (pl.program_id(axis) for axis in range(3))
     rows = pl.ds(i * Q_BLOCK, Q_BLOCK)
     queries = _tiles(form, q, b, rows, h)
-    row_seg, row_pos = q_seg[b, rows], q_pos[b, rows]
+    row_seg, row_pos = q_seg[b, rows][:, None], q_pos[b, rows][:, None]
 
     def step(j, carry):
         top, total, acc = carry
         keys = pl.ds(j * KV_BLOCK, KV_BLOCK)
-        seen = _seen(row_seg, row_pos, k_seg[b, keys], k_pos[b, keys])
+        seen = _seen(row_seg, row_pos, k_seg[b, keys][None], k_pos[b, keys][None])
         score = jnp.where(seen, _scores(form, queries, _tiles(form, k, b, keys, h)), -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(score, 1))
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -148,15 +148,16 @@ def _dq_kernel(form, q, k, v, g, log_total, delta, q_seg, q_pos, k_seg, k_pos, f
     i, b, h = (pl.program_id(axis) for axis in range(3))
     rows = pl.ds(i * GRADIENT_BLOCK, GRADIENT_BLOCK)
     queries, g_rows = _tiles(form, q, b, rows, h), g[b, rows, h, :]
-    row_seg, row_pos, log_rows, delta_rows = q_seg[b, rows], q_pos[b, rows], log_total[b, h, rows], delta[b, h, rows]
+    row_seg, row_pos = q_seg[b, rows][:, None], q_pos[b, rows][:, None]
+    log_rows, delta_rows = log_total[b, h, rows][:, None], delta[b, h, rows][:, None]
 
     def step(j, sums):
         keys = pl.ds(j * GRADIENT_BLOCK, GRADIENT_BLOCK)
-        seen = _seen(row_seg, row_pos, k_seg[b, keys], k_pos[b, keys])
+        seen = _seen(row_seg, row_pos, k_seg[b, keys][None], k_pos[b, keys][None])
         tiles = _tiles(form, k, b, keys, h)
         prob = _probabilities(form, queries, tiles, seen, log_rows)
         dprob = _dot(g_rows, v[b, keys, h, :].T)
-        dscore = jnp.where(seen, form.scale * prob * (dprob - delta_rows[:, None]), 0)
+        dscore = jnp.where(seen, form.scale * prob * (dprob - delta_rows), 0)
         return [total + _dot(dscore.astype(x.dtype), x) for total, x in zip(sums, tiles, strict=True)]
 
     zeros = [jnp.zeros((GRADIENT_BLOCK, size)) for _, size in form.parts]
@@ -165,6 +166,7 @@ def _dq_kernel(form, q, k, v, g, log_total, delta, q_seg, q_pos, k_seg, k_pos, f
 
 
 def _dkv_kernel(form, q, k, v, g, log_total, delta, q_seg, q_pos, k_seg, k_pos, first, last, dk, dv):
+    """Scores are kept as [keys, queries]: both products that sum over queries take them as they are."""
     j, b, h = (pl.program_id(axis) for axis in range(3))
     keys = pl.ds(j * GRADIENT_BLOCK, GRADIENT_BLOCK)
     tiles, values = _tiles(form, k, b, keys, h), v[b, keys, h, :]
@@ -174,12 +176,12 @@ def _dkv_kernel(form, q, k, v, g, log_total, delta, q_seg, q_pos, k_seg, k_pos, 
         dk_sums, dv_sum = sums
         rows = pl.ds(i * GRADIENT_BLOCK, GRADIENT_BLOCK)
         queries, g_rows = _tiles(form, q, b, rows, h), g[b, rows, h, :]
-        seen = _seen(q_seg[b, rows], q_pos[b, rows], key_seg, key_pos)
-        prob = _probabilities(form, queries, tiles, seen, log_total[b, h, rows])
-        dprob = _dot(g_rows, values.T)
-        dscore = jnp.where(seen, form.scale * prob * (dprob - delta[b, h, rows][:, None]), 0)
-        dk_sums = [total + _dot(dscore.astype(x.dtype).T, x) for total, x in zip(dk_sums, queries, strict=True)]
-        return dk_sums, dv_sum + _dot(prob.astype(g_rows.dtype).T, g_rows)
+        seen = _seen(q_seg[b, rows][None], q_pos[b, rows][None], key_seg[:, None], key_pos[:, None])
+        prob = _probabilities(form, tiles, queries, seen, log_total[b, h, rows][None])
+        dprob = _dot(values, g_rows.T)
+        dscore = jnp.where(seen, form.scale * prob * (dprob - delta[b, h, rows][None]), 0)
+        dk_sums = [total + _dot(dscore.astype(x.dtype), x) for total, x in zip(dk_sums, queries, strict=True)]
+        return dk_sums, dv_sum + _dot(prob.astype(g_rows.dtype), g_rows)
 
     zeros = [jnp.zeros((GRADIENT_BLOCK, size)) for _, size in form.parts], jnp.zeros((GRADIENT_BLOCK, form.value_dim))
     dk_sums, dv_sum = jax.lax.fori_loop(first[b, j], last[b, j], step, zeros)
@@ -193,17 +195,17 @@ def _tiles(form: Form, x: Any, b: Array, tokens: Any, h: Array) -> list[Float[Ar
 
 
 def _seen(row_seg: Array, row_pos: Array, key_seg: Array, key_pos: Array) -> Bool[Array, "m n"]:
-    return (row_seg[:, None] == key_seg[None]) & (key_seg[None] != 0) & (key_pos[None] <= row_pos[:, None])
+    return (row_seg == key_seg) & (key_seg != 0) & (key_pos <= row_pos)
 
 
-def _scores(form: Form, queries: list[Array], keys: list[Array]) -> Float32[Array, "m n"]:
-    """Scaled, in units of log 2."""
-    total = sum((_dot(x, y.T) for x, y in zip(queries, keys, strict=True)), jnp.zeros((), jnp.float32))
+def _scores(form: Form, a: list[Array], b: list[Array]) -> Float32[Array, "m n"]:
+    """Of m queries and n keys, or the reverse; scaled, in units of log 2."""
+    total = sum((_dot(x, y.T) for x, y in zip(a, b, strict=True)), jnp.zeros((), jnp.float32))
     return total * (form.scale * LOG2_E)
 
 
-def _probabilities(form: Form, queries: list[Array], keys: list[Array], seen: Array, log_total: Array) -> Float32[Array, "m n"]:
-    return jnp.where(seen, jnp.exp2(_scores(form, queries, keys) - log_total[:, None]), 0)
+def _probabilities(form: Form, a: list[Array], b: list[Array], seen: Array, log_total: Array) -> Float32[Array, "m n"]:
+    return jnp.where(seen, jnp.exp2(_scores(form, a, b) - log_total), 0)
 
 
 def _dot(a: Array, b: Array) -> Float32[Array, "m n"]:
