@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import gpu, grouped_matmul
+from pallas_kernels.grouped_matmul import gpu, grouped_matmul, grouped_matmul_mxfp4
+from pallas_kernels.mxfp4 import dequantize
 from pallas_kernels.target import target
 
 N, K, M, E = 50, 96, 32, 4
@@ -155,3 +156,75 @@ def test_what_the_kernels_cannot_take_is_named():
         multiply(x.astype(jnp.bfloat16), w, int32([50, 0, 0, 0]))
     with target("cpu"), pytest.raises(ValueError, match="it is a kernel for gpu"):
         multiply(x, w, int32([50, 0, 0, 0]))
+
+
+@jax.jit
+def product_and_gradient(x, packed, scale, sizes, g):
+    y, pull = jax.vjp(lambda x: grouped_matmul_mxfp4(x, packed, scale, sizes, impl="gpu"), x)
+    return y, pull(g)[0]
+
+
+def packed_weights(e=E, m=M, k=K):
+    """Every byte of two codes, and scales from 2**-20 to 2**19."""
+    rng = np.random.default_rng(2)
+    packed, scale = rng.integers(0, 256, (e, m, k // 2)), rng.integers(107, 147, (e, m, k // 32))
+    return jnp.asarray(packed, jnp.uint8), jnp.asarray(scale, jnp.uint8)
+
+
+def decoded(packed, scale):
+    return np.asarray(dequantize(packed, scale, jnp.float32, impl="reference"), np.float64).swapaxes(1, 2)
+
+
+def assert_near(got, expected, tolerance=1e-6):
+    """In the relative L2 norm: weights are of very different size here."""
+    assert np.linalg.norm(np.asarray(got, np.float64) - expected) <= tolerance * np.linalg.norm(expected)
+
+
+@any_sizes
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packed_weights_multiply_like_their_dequantised_ones(sizes, dtype):
+    x, _, g = draw(dtype=dtype)
+    packed, scale = packed_weights()
+    w = decoded(packed, scale)
+    y, dx = product_and_gradient(x, packed, scale, int32(sizes), g)
+    assert y.dtype == dx.dtype == dtype
+    tolerance = 1e-6 if dtype == jnp.float32 else 3e-3
+    assert_near(y, formula(x, w, sizes), tolerance)
+    assert_near(dx, formula(g, w.swapaxes(1, 2), sizes), tolerance)
+
+
+@pytest.mark.parametrize("byte", [0, 1, 16, 127, 240, 254, 255])
+def test_every_code_and_scale_is_decoded_exactly(byte):
+    """A row of the identity picks a column of the matrix; weights below 2**-112 may be lost."""
+    packed = jnp.tile(jnp.arange(256, dtype=jnp.uint8).reshape(1, 16, 16), (1, 2, 1))
+    scale = jnp.full((1, 32, 1), byte, jnp.uint8)
+    got, _ = product_and_gradient(jnp.eye(32), packed, scale, int32([32]), jnp.zeros((32, 32)))
+    expected = np.asarray(dequantize(packed, scale, jnp.float32)[0].T)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2.0**-112 if byte < 16 else 0)
+
+
+def test_packed_matrices_of_groups_without_rows_are_not_read():
+    x, _, g = draw()
+    packed, scale = packed_weights()
+    poisoned = scale.at[1].set(255)  # NaN
+    for got in product_and_gradient(x, packed, poisoned, int32([20, 0, 20, 10]), g):
+        assert np.all(np.isfinite(got))
+
+
+@pytest.mark.parametrize("rows", [14 * 1024, 64], ids=["training", "decode"])
+def test_the_packed_kernels_lower_for_cuda_and_nothing_is_decoded_outside(rows):
+    x, packed, scale, g = (
+        jax.ShapeDtypeStruct(s, dtype)
+        for s, dtype in (((rows, 3584), jnp.bfloat16), ((14, 3072, 1792), jnp.uint8), ((14, 3072, 112), jnp.uint8),
+                         ((rows, 3072), jnp.bfloat16))
+    )  # fmt: skip
+    text = lowered(product_and_gradient, x, packed, scale, jax.ShapeDtypeStruct((14,), jnp.int32), g)
+    assert all(f'"{name}"' in text for name in ("grouped_matmul_mxfp4", "grouped_matmul_mxfp4_dx"))
+    assert "14x3072x3584" not in text and "stablehlo.dot" not in text
+
+
+def test_packed_sizes_that_do_not_fit_are_named():
+    x, _, _ = draw(k=64)
+    packed, scale = packed_weights(m=40, k=64)
+    with pytest.raises(ValueError, match="multiples of 32, got K=64 and M=40"):
+        grouped_matmul_mxfp4(x, packed, scale, int32([50, 0, 0, 0]), impl="gpu")
