@@ -3,10 +3,10 @@
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.kda_decode import reference, tpu, xla
+from pallas_kernels.kda_decode import gpu, reference, tpu, xla
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 
-IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
+IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 
 
 def kda_decode(

@@ -49,7 +49,7 @@ def _decode(shape: Shape) -> Case:
 
     N, H, _, K, W = shape
     moved = N * H * (2 * 4 * K * K + 2 * 2 * 3 * (W - 1) * K + 6 * 2 * K + 2) + H * (3 * W + 1) * 4 * K
-    return Case(build, flops=N * H * 7 * K * K, bytes=moved, limit=TARGET)
+    return Case(build, flops=N * H * 7 * K * K, bytes=moved, impls=("tpu", "gpu", "xla"), limit=TARGET)
 
 
 CASES = {name: _decode(shape) for name, shape in SHAPES.items()}
