@@ -39,7 +39,7 @@ def _arrays(shape: Shape, *tokens: int) -> tuple[Projected, Weights, Pool]:
     wide = _half(N, *tokens, H * K)
     x = Projected(wide, wide, wide, wide, _half(N, *tokens, H), wide)
     weights = Weights(_full(3, W, H * K), _full(H), _full(H * K), _full(K))
-    return x, weights, Pool(_full(slots, H, K, K), _half(slots, 3, W - 1, H * K))
+    return x, weights, Pool(_full(slots, H, K, K), _half(slots, 3, W, H * K))
 
 
 def _decode(shape: Shape) -> Case:

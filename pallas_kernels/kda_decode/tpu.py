@@ -1,13 +1,12 @@
 """Decode of Kimi Delta Attention on TPU: each active slot's state is read once and written once, all else stays in VMEM.
 
-Step r of the grid updates the state of row r - 1 and prepares row r, so that neither waits for the other. What belongs to a row
-is kept as [heads, K], one head in each sublane: the arrays that come in and go out have all heads in one sublane, and scratch
-that is written in one order and read in the other turns them.
+Three rows are in work at a time: step r of the grid prepares row r, updates the state of row r - 1 and normalizes what row r - 2
+has read, so that none waits for another. What belongs to a row is kept as [heads, K], one head in each sublane; the arrays that
+come in and go out, with all heads in one sublane, are turned once for all rows.
 
 A state has its key channels in sublanes, so decay, k and q, which lie along lanes, must become columns, repeated in every lane.
-The matrix unit does it: each is cut into three numbers of bf16 whose sum it is exactly, and [pieces, K]' [pieces, 3 K], a
-product with zeros and ones, adds them up again in every lane. The vector units could not: it would take them longer than the
-state takes to arrive.
+The matrix unit does it: each is cut into three numbers of bf16 whose sum it is exactly, and a product with zeros and ones adds
+them up again in every lane, for two heads at a time (768 columns, three widths of the unit of 256).
 
 An idle row stands for the active row before it (or for the first one, if none is before it): its blocks are in VMEM, so nothing
 moves, and where a step is not left out it repeats what is there.
@@ -17,6 +16,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
@@ -24,10 +24,11 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 from pallas_kernels.target import current, device_kind, why_not_on
 
-ROWS = 8  # sublanes
+ROWS = 16  # sublanes of a tile of bf16
 HEADS = 24  # most heads of a block: 1.6 MB of state, in four buffers
+VMEM = 40 * 2**20  # bytes
 PIECES = 9  # of decay, k and q, three each; then v, beta and k'q
-VECTORS = PIECES + 3
+VECTORS = 16
 
 
 def why_not(
@@ -49,46 +50,49 @@ def kda_decode(
     groups, lanes = H // heads, heads * K
     padded = pl.cdiv(N, ROWS) * ROWS
     x = Projected(*(jnp.pad(a, ((0, padded - N), (0, 0))) for a in x))
-    rows = _standing_for(slots)
 
-    token = pl.BlockSpec((padded, lanes), lambda g, r, *_: (0, g))
-    whole = pl.BlockSpec(memory_space=pltpu.VMEM)
-    state = pl.BlockSpec((1, heads, K, K), lambda g, r, rows, slots: (jnp.maximum(slots[rows[r]], 0), g, 0, 0))
-    window = pl.BlockSpec((1, 3, taps, lanes), lambda g, r, rows, slots: (jnp.maximum(slots[rows[r + 1]], 0), 0, 0, g))
-    turned = pltpu.VMEM((heads * ROWS, K), jnp.float32)
     stride = _stride(heads)
+
+    def vmem(*shape: int, dtype=jnp.float32):
+        return pltpu.VMEM(shape, dtype)
+
+    def slot_of(position):
+        return lambda g, r, rank, slots: (jnp.maximum(slots[_row(rank[r + position], N)], 0), g)
+
+    state = pl.BlockSpec((1, heads, K, K), lambda *at: (*slot_of(1)(*at), 0, 0))
+    window = pl.BlockSpec((1, 3, taps, lanes), lambda *at: (slot_of(2)(*at)[0], 0, 0, at[0]))
     y, states, windows = pl.pallas_call(
         partial(_kernel, decay_floor=decay_floor, eps=eps),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(groups, N + 1),
+            grid=(groups, N + 2),
             in_specs=[
-                token, token, token, token, whole, token,
-                pl.BlockSpec((3, W, 1, heads, K), lambda g, r, *_: (0, 0, g, 0, 0)),
-                whole,
-                pl.BlockSpec((1, heads, K), lambda g, r, *_: (g, 0, 0)),
-                whole,
-                state, window,
+                *[pl.BlockSpec(memory_space=pl.ANY)] * 6, *[pl.BlockSpec(memory_space=pltpu.VMEM)] * 4, state, window
             ],
-            out_specs=[token, state, window],
+            out_specs=[pl.BlockSpec(memory_space=pl.ANY), state, window],
             scratch_shapes=[
-                turned, turned, turned, turned, turned,
-                pltpu.VMEM((3 * W * stride, K), jnp.float32),
-                pltpu.VMEM((VECTORS * stride, K), jnp.float32),
-                pltpu.VMEM((heads, K), jnp.float32),
+                *[vmem(padded, lanes, dtype=a.dtype) for a in (x.q, x.k, x.v, x.decay, x.gate)],
+                vmem(3, W, lanes),
+                *[vmem(padded * heads, K)] * 6,
+                *[vmem(3 * W * stride, K)] * 2,
+                *[vmem(heads, K)] * 2,
+                vmem(H, padded),
+                vmem(VECTORS * stride, K),
+                vmem(2 * VECTORS, 6 * K, dtype=jnp.bfloat16),
+                vmem(heads, K),
+                pltpu.SemaphoreType.DMA((6,)),
             ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((padded, H * K), x.gate.dtype), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in pool)
         ],
         input_output_aliases={12: 1, 13: 2},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=48 * 2**20),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
         interpret=current().interpret,
         name="kda_decode",
     )(
-        rows, slots, x.q, x.k, x.v, x.decay, x.beta, x.gate,
-        weights.conv.reshape(3, W, groups, heads, K), weights.A_log[None], weights.dt_bias.reshape(groups, heads, K),
-        weights.o_norm[None], *pool,
+        _rank(slots), slots, x.q, x.k, x.v, x.decay, x.gate, weights.conv, x.beta.T,
+        weights.A_log[None], weights.dt_bias[None], weights.o_norm[None], *pool,
     )
     return y[:N], Pool(states, windows)
 
@@ -100,90 +104,129 @@ def _heads_per_block(H: int) -> int:
 
 
 def _stride(heads: int) -> int:
-    return pl.cdiv(heads, ROWS) * ROWS
+    return pl.cdiv(heads, 8) * 8
 
 
-def _standing_for(slots: Int32[Array, "N"]) -> Int32[Array, "N+2"]:
-    """For each row the active row in its place: itself, else the one before it, else the first one; 0 if none is active.
+def _rank(slots: Int32[Array, "N"]) -> Int32[Array, "N+4"]:
+    """For each row which active row stands in its place, as `_row` reads it: itself, else the one before it, else the first.
 
-    The first and the last row stand twice: the first step has no row before it, the last no row of its own.
+    The first and the last row stand three times: two rows are still in work when a row begins, or have not begun when it ends.
     """
-    row = jnp.arange(len(slots))
-    active = slots >= 0
-    before = jnp.max(jnp.where(active & (row <= row[:, None]), row, -1), axis=1)
-    rows = jnp.where(before < 0, jnp.argmax(active), before)
-    return jnp.concatenate([rows[:1], rows, rows[-1:]])
+    N = len(slots)
+    row, other = np.clip(np.arange(N + 4) - 2, 0, N - 1)[:, None], np.arange(N)
+    return jnp.max(jnp.where(slots < 0, 0, np.where(other <= row, N + other, N - other).astype(np.int32)), axis=1)
+
+
+def _row(rank: Int32[Array, ""], N: int) -> Int32[Array, ""]:
+    """The row of this rank; 0 if none is active."""
+    return jnp.where(rank == 0, 0, jnp.abs(rank - N))
 
 
 def _kernel(
-    rows, slots, q, k, v, decay, beta, gate, conv, A_log, dt_bias, o_norm, states, windows,
+    rank, slots, q, k, v, decay, gate, conv, beta, A_log, dt_bias, o_norm, states, windows,
     y, states_out, windows_out,
-    q_rows, k_rows, v_rows, decay_rows, gate_rows, inputs, vectors, read,
+    q_in, k_in, v_in, decay_in, gate_in, conv_in,
+    q_rows, k_rows, v_rows, decay_rows, gate_rows, y_rows, inputs, taps_of, bias, rate, beta_of, vectors, spread, read, arrived,
     *, decay_floor: float | None, eps: float,
 ):
-    """The state of the row before and the window of this one, of one block of heads.
+    """One step of one block of heads.
 
-    *_rows   tiles of 8 rows, [(head, row) K]
-    inputs   of the convolutions, [(q k v, W, head) K]
+    *_rows   [(tile of rows, head, row) K]
+    inputs   of the convolutions, [(q k v, W, head) K], and so taps_of
+    bias, rate  dt_bias and exp(A_log), [head K]
     vectors  what the recurrence takes of a row, [(VECTORS, head) K]
+    spread   the zeros and ones that make columns of two heads' vectors
     read     o, [head K]
     """
     _, heads, K, _ = states.shape
     W, taps = conv.shape[1], windows.shape[2]
     stride = _stride(heads)
-    r, last = pl.program_id(1), pl.num_programs(1) - 1
+    r, N = pl.program_id(1), slots.shape[0]
     head_0 = pl.program_id(0) * heads
-    before, now = rows[r], rows[r + 1]
+    lanes = pl.ds(pl.multiple_of(head_0 * K, K), heads * K)
+    done, now = _row(rank[r], N), _row(rank[r + 2], N)
+    turned = ((q_in, q_rows), (k_in, k_rows), (v_in, v_rows), (decay_in, decay_rows), (gate_in, gate_rows))
 
-    def turn(ref, row, tiles):
-        """[heads, K] of a row of [rows, (head K)]."""
-        block = pl.multiple_of(row // ROWS * ROWS, ROWS)
+    def tile(i, h):
+        """Of ROWS rows and one head: where it is in what comes in and goes out, and where in what is turned."""
+        turned = pl.ds(pl.multiple_of((i * heads + h) * ROWS, ROWS), ROWS)
+        return (pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS), pl.ds(h * K, K)), turned
+
+    def of(row):
+        """A row of all heads in what is turned."""
+        return pl.ds(row // ROWS * (heads * ROWS) + row % ROWS, heads, stride=ROWS)
+
+    @pl.when(r == 0)
+    def _():
+        come = zip((q, k, v, decay, gate), (q_in, k_in, v_in, decay_in, gate_in), strict=True)
+        copies = [pltpu.make_async_copy(x.at[:, lanes], x_in, arrived.at[i]) for i, (x, x_in) in enumerate(come)]
+        copies.append(pltpu.make_async_copy(conv.at[:, :, lanes], conv_in, arrived.at[5]))
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+        @pl.loop(0, y.shape[0] // ROWS)
+        def _(i):
+            for h in range(heads):
+                outer, inner = tile(i, h)
+                for x_in, x_rows in turned:
+                    x_rows[inner] = x_in[outer].astype(jnp.float32)
+                y_rows[inner] = jnp.zeros((ROWS, K), jnp.float32)
+
+        beta_of[...] = jax.nn.sigmoid(beta[...].astype(jnp.float32))
+        vectors[...] = jnp.zeros_like(vectors)
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, spread.shape, axis) for axis in (0, 1))
+        piece = row % VECTORS
+        ones = (row // VECTORS == column // (3 * K)) & (piece // 3 == column // K % 3) & (piece < PIECES)
+        spread[...] = ones.astype(jnp.float32).astype(jnp.bfloat16)
         for h in range(heads):
-            tiles[h * ROWS : (h + 1) * ROWS] = ref[pl.ds(block, ROWS), h * K : (h + 1) * K].astype(jnp.float32)
-        return tiles[pl.ds(row % ROWS, heads, stride=ROWS)]
+            for c in range(3):
+                taps_of[pl.ds(c * W * stride + h, W, stride=stride)] = conv_in[c, :, h * K : (h + 1) * K]
+            bias[h : h + 1] = dt_bias[:, pl.ds(pl.multiple_of((head_0 + h) * K, K), K)]
+        rate[...] = jnp.broadcast_to(jnp.exp(_down(A_log[...], head_0, heads)), (heads, K))
 
-    @pl.loop(0, jnp.where(r == 0, y.shape[0] // ROWS, 0))
-    def _(block):
-        y[pl.ds(pl.multiple_of(block * ROWS, ROWS), ROWS)] = jnp.zeros((ROWS, heads * K), y.dtype)
-
-    @pl.loop(0, jnp.where(slots[now] < 0, heads, 0))
-    def _(h):  # no row is active: the blocks of slot 0 go back as they came
-        states_out[0, h] = states[0, h]
+    @pl.when(slots[now] < 0)  # no row is active: the blocks of slot 0 go back as they came
+    def _():
         windows_out[...] = windows[...]
 
-    @pl.when((r > 0) & (slots[jnp.maximum(r - 1, 0)] >= 0) | (r < last) & (slots[jnp.minimum(r, last - 1)] >= 0))
-    def _():
-        piece, column = (jax.lax.broadcasted_iota(jnp.int32, (PIECES, 3 * K), axis) for axis in (0, 1))
-        spread = (piece // 3 == column // K).astype(jnp.bfloat16)
-        for h in range(heads):
-            x = vectors[pl.ds(h, VECTORS, stride=stride)]
-            columns = jax.lax.dot_general(
-                x[:PIECES].astype(jnp.bfloat16), spread, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            decay_h, k_h, q_h = (columns[:, i * K : (i + 1) * K] for i in range(3))
-            v_h, beta_h, qk = (x[PIECES + i :][:1] for i in range(3))
-            S = states[0, h] * decay_h
-            w = beta_h * (v_h - jnp.sum(S * k_h, axis=0, keepdims=True))
-            states_out[0, h] = S + k_h * w
-            read[pl.ds(h, 1)] = jnp.sum(S * q_h, axis=0, keepdims=True) + qk * w
+        @pl.loop(0, heads)
+        def _(h):
+            states_out[0, h] = states[0, h]
 
+    def active(row):
+        return slots[jnp.clip(row, 0, N - 1)] >= 0
+
+    @pl.when(active(r) | active(r - 1) | active(r - 2))
+    def _():
         o = read[...].astype(v.dtype).astype(jnp.float32)
         o = o * jax.lax.rsqrt(jnp.mean(o * o, axis=1, keepdims=True) + eps)
-        read[...] = o * o_norm[...] * jax.nn.sigmoid(turn(gate, before, gate_rows))
-        block = pl.multiple_of(before // ROWS * ROWS, ROWS)
-        sublane = jax.lax.broadcasted_iota(jnp.int32, (ROWS, K), 0)
-        for h in range(heads):
-            at = pl.ds(block, ROWS), pl.ds(h * K, K)
-            y[at] = jnp.where(sublane == before % ROWS, read[h : h + 1], y[at].astype(jnp.float32)).astype(y.dtype)
+        o = o * o_norm[...] * jax.nn.sigmoid(gate_rows[of(done)])
+        y_rows[of(done)] = o
+
+        for first in range(0, heads, 2):
+            pair = range(first, min(first + 2, heads))
+            x = [vectors[pl.ds(h, VECTORS, stride=stride)] for h in pair]
+            columns = jax.lax.dot_general(
+                jnp.concatenate(x).astype(jnp.bfloat16), spread[: len(pair) * VECTORS, : len(pair) * 3 * K],
+                (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32,
+            )
+            for i, h in enumerate(pair):
+                decay_h, k_h, q_h = (columns[:, (3 * i + j) * K :][:, :K] for j in range(3))
+                v_h, beta_h, qk = (x[i][PIECES + j :][:1] for j in range(3))
+                S = states[0, h] * decay_h
+                w = beta_h * (v_h - jnp.sum(S * k_h, axis=0, keepdims=True))
+                states_out[0, h] = S + k_h * w
+                read[pl.ds(h, 1)] = jnp.sum(S * q_h, axis=0, keepdims=True) + qk * w
 
         mixed = []
-        for c, (x, rows) in enumerate(((q, q_rows), (k, k_rows), (v, v_rows))):
+        for c, (x, x_rows) in enumerate(((q, q_rows), (k, k_rows), (v, v_rows))):
             at = [pl.ds((c * W + i) * stride, heads) for i in range(W)]
             for h in range(heads):
                 old = windows[0, c, :, h * K : (h + 1) * K].astype(jnp.float32)
                 inputs[pl.ds(c * W * stride + h, W - 1, stride=stride)] = old[taps - (W - 1) :]
-            inputs[at[-1]] = turn(x, now, rows)
-            u = sum((inputs[at[i]] * conv[c, i, 0] for i in range(1, W)), inputs[at[0]] * conv[c, 0, 0])
+            inputs[at[-1]] = x_rows[of(now)]
+            u = sum((inputs[i] * taps_of[i] for i in at[1:]), inputs[at[0]] * taps_of[at[0]])
             mixed.append((u * jax.nn.sigmoid(u)).astype(x.dtype).astype(jnp.float32))
             for h in range(heads):
                 new = inputs[pl.ds((c * W + W - taps) * stride + h, taps, stride=stride)]
@@ -191,16 +234,27 @@ def _kernel(
         q_now, k_now, v_now = mixed
         q_now = q_now * (jax.lax.rsqrt(jnp.sum(q_now * q_now, axis=1, keepdims=True) + 1e-6) * K**-0.5)
         k_now = k_now * jax.lax.rsqrt(jnp.sum(k_now * k_now, axis=1, keepdims=True) + 1e-6)
-        z = turn(decay, now, decay_rows) + dt_bias[0]
-        rate = jnp.exp(_down(A_log[...], head_0, heads))
-        log_decay = -rate * jax.nn.softplus(z) if decay_floor is None else decay_floor * jax.nn.sigmoid(rate * z)
-        beta_block = beta[pl.ds(pl.multiple_of(now // ROWS * ROWS, ROWS), ROWS)].astype(jnp.float32)
-        beta_now = jnp.where(jax.lax.broadcasted_iota(jnp.int32, beta_block.shape, 0) == now % ROWS, beta_block, 0)
-        beta_now = jax.nn.sigmoid(_down(jnp.sum(beta_now, axis=0, keepdims=True), head_0, heads))
+        z = decay_rows[of(now)] + bias[...]
+        log_decay = -rate[...] * jax.nn.softplus(z) if decay_floor is None else decay_floor * jax.nn.sigmoid(rate[...] * z)
+        beta_now = beta_of[pl.ds(head_0, heads)]
+        lane = jax.lax.broadcasted_iota(jnp.int32, beta_now.shape, 1)
+        beta_now = jnp.sum(jnp.where(lane == now, beta_now, 0), axis=1, keepdims=True)
         qk = jnp.sum(q_now * k_now, axis=1, keepdims=True)
         pieces = [piece for x in (jnp.exp(log_decay), k_now, q_now) for piece in _pieces(x)]
         for i, x in enumerate((*pieces, v_now, beta_now, qk)):
             vectors[pl.ds(i * stride, heads)] = jnp.broadcast_to(x, (heads, K))
+
+    @pl.when(r == N + 1)
+    def _():
+        @pl.loop(0, y.shape[0] // ROWS)
+        def _(i):
+            for h in range(heads):
+                outer, inner = tile(i, h)
+                gate_in[outer] = y_rows[inner].astype(y.dtype)
+
+        copy = pltpu.make_async_copy(gate_in, y.at[:, lanes], arrived.at[0])
+        copy.start()
+        copy.wait()
 
 
 def _pieces(x: Float32[Array, "..."]) -> list[Float32[Array, "..."]]:
