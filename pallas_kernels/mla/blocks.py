@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-PARTLY, WHOLLY, FIRST, LAST = 1, 2, 4, 8
+PARTLY, NOTHING, FIRST, LAST = 1, 2, 4, 8  # 0: every query sees every key, the usual case
 
 
 class Steps(NamedTuple):
     """Pairs of blocks in the order in which a kernel visits them, per row of the batch.
 
     outer, inner  the pair; all pairs of an outer block follow each other, and each outer block has one at least
-    flags  PARTLY or WHOLLY visible (neither: nothing to compute), FIRST and LAST of its outer block
-    Beyond a row's last pair, it is repeated with flags 0: nothing is loaded and nothing computed.
+    flags  0, or a sum of: PARTLY or NOTHING visible, FIRST and LAST of its outer block
+    Beyond a row's last pair, it is repeated with NOTHING visible: nothing is loaded and nothing computed.
     """
 
     outer: Int32[Array, " BN"]
@@ -79,9 +79,9 @@ def steps(some: Bool[Array, "B Q J"], every: Bool[Array, "B Q J"]) -> Steps:
 
     inner = at(last) - at(end) + step
     pair = outer * inner_blocks + inner
-    flags = xp.where(every, WHOLLY, xp.where(some, PARTLY, 0)).reshape(B, n)
+    flags = xp.where(every, 0, xp.where(some, PARTLY, NOTHING)).reshape(B, n)
     flags = xp.take_along_axis(flags, pair, 1)
     flags += xp.where(inner == at(first), FIRST, 0) + xp.where(inner == at(last) - 1, LAST, 0)
-    flags = xp.where(xp.arange(n) < count[:, None], flags, 0)
+    flags = xp.where(xp.arange(n) < count[:, None], flags, NOTHING)
     lists = (x.astype(xp.int32).reshape(-1) for x in (outer, inner, flags))
     return Steps(*lists, int(count.max()) if xp is np else xp.max(count).astype(xp.int32))

@@ -1,11 +1,12 @@
 """Flash attention on TPUs over listed pairs of blocks (FlashAttention-2, arXiv 2307.08691), forward and backward.
 
-Scores stand as [keys, queries]. Sums over keys then run over sublanes, what is kept per query is a row, and neither the
-output [V, queries] nor a gradient needs a transposed block of scores.
+Scores stand as [keys, queries]. Sums over keys then run over sublanes, what is kept per query is a row, and no block of scores
+is ever transposed: operands come in the layouts that each product needs, the output leaves as [V, queries].
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels.mla.blocks import FIRST, LAST, PARTLY, WHOLLY, Steps
+from pallas_kernels.mla.blocks import FIRST, LAST, NOTHING, PARTLY, Steps
 from pallas_kernels.target import current
 
-VMEM = 56 * 2**20  # bytes a kernel may take, of the 64 MiB of v5p and tpu7x
+Q_TILE, K_TILE = 512, 256  # of a block, what is computed at once
+LANES = 128
+VMEM = 32 * 2**20  # bytes a kernel may take: half of what v5p and tpu7x have, the rest is XLA's
 LOG2_E = float(np.log2(np.e))
 
 
@@ -50,10 +53,10 @@ def _forward(form: Form, q: Array, k: Array, v: Array, plan: Plan) -> tuple[Arra
         "mla_forward",
         (B, H, form.counts[0]),
         plan.forward,
-        [(plan.queries, queries.places), (plan.keys, keys.places), (q, queries.of(K)), (k, keys.of(K)),
+        [(plan.queries, queries.places), (plan.keys, keys.places), (q.swapaxes(2, 3), queries.transposed(K)), (k, keys.of(K)),
          (v.swapaxes(2, 3), keys.transposed(V))],
         [((B, H, V, T), v.dtype, queries.transposed(V)), ((B, H, 1, T), jnp.float32, queries.transposed(1))],
-        [(1, form.q_size), (1, form.q_size), (V, form.q_size)],
+        [(1, form.q_size), (1, form.q_size), (V, form.q_size), (form.k_size, form.q_size)],
     )
     out = out.swapaxes(2, 3)
     return out, (q, k, v, plan, out, log_total)
@@ -61,9 +64,13 @@ def _forward(form: Form, q: Array, k: Array, v: Array, plan: Plan) -> tuple[Arra
 
 def _forward_kernel(
     form: Form, outer: Any, inner: Any, flags: Any, q_places: Any, k_places: Any, q_ref: Any, k_ref: Any, v_ref: Any,
-    out_ref: Any, log_total_ref: Any, top_ref: Any, total_ref: Any, acc_ref: Any,
+    out_ref: Any, log_total_ref: Any, top_ref: Any, total_ref: Any, acc_ref: Any, score_ref: Any,
 ) -> None:
-    """o = sum_s 2^(x_s - top) v_s / sum_s 2^(x_s - top), with x = scale log2(e) q.k and top the running maximum of x."""
+    """o = sum_s 2^(x_s - top) v_s / sum_s 2^(x_s - top), with x = scale log2(e) q.k and top the running maximum of x.
+
+    The scores of a tile of queries with all keys of the block are stored before any is weighed, so that the accumulated
+    output is rescaled once. Their products run beside the exponentials of the tile before.
+    """
     flag = flags[_step(flags)]
 
     @pl.when(flag & FIRST != 0)
@@ -72,20 +79,36 @@ def _forward_kernel(
         total_ref[...] = jnp.zeros_like(total_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def add_keys(seen: Bool[Array, "N M"] | None) -> None:
-        score = form.scale * LOG2_E * _dot(k_ref[0, 0], q_ref[0, 0], (1, 1))
-        if seen is not None:
-            score = jnp.where(seen, score, -jnp.inf)
-        top = top_ref[...]
-        new_top = jnp.maximum(top, jnp.max(score, 0, keepdims=True))
-        base = new_top if seen is None else _finite(new_top)
-        weight = jnp.exp2(score - base)
-        keep = jnp.exp2(top - base)
-        top_ref[...] = new_top
-        total_ref[...] = keep * total_ref[...] + jnp.sum(weight, 0, keepdims=True)
-        acc_ref[...] = keep * acc_ref[...] + _dot(v_ref[0, 0], weight.astype(v_ref.dtype), (1, 0))
+    def score(rows: slice, columns: slice, masked: bool) -> Float32[Array, "1 M"]:
+        """Stores the scores; returns the largest of each query."""
+        x = form.scale * LOG2_E * _dot(k_ref[0, 0, rows], q_ref[0, 0, :, columns])
+        if masked:
+            x = jnp.where(_seen(q_places, k_places, rows, columns), x, -jnp.inf)
+        score_ref[rows, columns] = x
+        return jnp.max(x, 0, keepdims=True)
 
-    _by_visibility(flag, q_places, k_places, add_keys)
+    def add_keys(masked: bool) -> None:
+        tops = {}
+        for now, before in zip([*_tiles(form.q_size, Q_TILE), None], [None, *_tiles(form.q_size, Q_TILE)], strict=True):
+            if now:
+                tops[now.start] = top_ref[:, now]
+            if before:
+                top = tops[before.start]
+                base = _finite(top) if masked else top
+                keep = jnp.exp2(top_ref[:, before] - base)
+                top_ref[:, before] = top
+                total, acc = keep * total_ref[:, before], keep * acc_ref[:, before]
+            for rows in _tiles(form.k_size, K_TILE):
+                if now:
+                    tops[now.start] = jnp.maximum(tops[now.start], score(rows, now, masked))
+                if before:
+                    weight = jnp.exp2(score_ref[rows, before] - base)
+                    total += jnp.sum(weight, 0, keepdims=True)
+                    acc += _dot(v_ref[0, 0, :, rows], weight.astype(v_ref.dtype))
+            if before:
+                total_ref[:, before], acc_ref[:, before] = total, acc
+
+    _by_visibility(flag, add_keys)
 
     @pl.when(flag & LAST != 0)
     def _() -> None:
@@ -124,8 +147,9 @@ def _strip_backward(
         "mla_backward",
         (B, H, count),
         steps,
-        [(q_places, queries.places), (k_places, keys.places), (q, queries.of(K)), (k, keys.of(K)), (v, keys.of(V)),
-         (g, queries.of(V)), (log_total, queries.transposed(1)), (delta, queries.transposed(1))],
+        [(q_places, queries.places), (k_places, keys.places), (q, queries.of(K)), (q.swapaxes(2, 3), queries.transposed(K)),
+         (k, keys.of(K)), (k.swapaxes(2, 3), keys.transposed(K)), (v, keys.of(V)), (g, queries.of(V)),
+         (g.swapaxes(2, 3), queries.transposed(V)), (log_total, queries.transposed(1)), (delta, queries.transposed(1))],
         [((B, H, K, T), q.dtype, whole), ((B, H, S, K), dtype, keys.of(K)), ((B, H, S, V), dtype, keys.of(V))],
         [(K, T), (form.k_size, K), (form.k_size, V)],
     )
@@ -133,11 +157,12 @@ def _strip_backward(
 
 
 def _backward_kernel(
-    form: Form, outer: Any, inner: Any, flags: Any, q_places: Any, k_places: Any, q_ref: Any, k_ref: Any, v_ref: Any,
-    g_ref: Any, log_total_ref: Any, delta_ref: Any, dq_ref: Any, dk_ref: Any, dv_ref: Any, dq_acc: Any, dk_acc: Any, dv_acc: Any,
+    form: Form, outer: Any, inner: Any, flags: Any, q_places: Any, k_places: Any, q_ref: Any, q_columns: Any, k_ref: Any,
+    k_columns: Any, v_ref: Any, g_ref: Any, g_columns: Any, log_total_ref: Any, delta_ref: Any, dq_ref: Any, dk_ref: Any,
+    dv_ref: Any, dq_acc: Any, dk_acc: Any, dv_acc: Any,
 ) -> None:
     flag = flags[_step(flags)]
-    columns = pl.ds(pl.multiple_of(inner[_step(inner)] * form.q_size, form.q_size), form.q_size)
+    start = pl.multiple_of(inner[_step(inner)] * form.q_size, LANES)
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
@@ -148,19 +173,21 @@ def _backward_kernel(
         dk_acc[...] = jnp.zeros_like(dk_acc)
         dv_acc[...] = jnp.zeros_like(dv_acc)
 
-    def add_queries(seen: Bool[Array, "N M"] | None) -> None:
-        q, k, v, g = q_ref[0, 0], k_ref[0, 0], v_ref[0, 0], g_ref[0, 0]
-        score = form.scale * LOG2_E * _dot(k, q, (1, 1))
-        prob = jnp.exp2(score - log_total_ref[0, 0])
-        dscore = prob * (_dot(v, g, (1, 1)) - delta_ref[0, 0])
-        if seen is not None:
-            prob, dscore = jnp.where(seen, prob, 0), jnp.where(seen, dscore, 0)
-        dscore = dscore.astype(k.dtype)
-        dv_acc[...] += _dot(prob.astype(g.dtype), g, (1, 0))
-        dk_acc[...] += _dot(dscore, q, (1, 0))
-        dq_acc[:, columns] += _dot(k.T, dscore, (1, 0))
+    def add_queries(masked: bool) -> None:
+        for columns, rows in product(_tiles(form.q_size, Q_TILE), _tiles(form.k_size, Q_TILE)):
+            score = form.scale * LOG2_E * _dot(k_ref[0, 0, rows], q_columns[0, 0, :, columns])
+            prob = jnp.exp2(score - log_total_ref[0, 0, :, columns])
+            dscore = prob * (_dot(v_ref[0, 0, rows], g_columns[0, 0, :, columns]) - delta_ref[0, 0, :, columns])
+            if masked:
+                seen = _seen(q_places, k_places, rows, columns)
+                prob, dscore = jnp.where(seen, prob, 0), jnp.where(seen, dscore, 0)
+            dscore = dscore.astype(k_ref.dtype)
+            dv_acc[rows] += _dot(prob.astype(g_ref.dtype), g_ref[0, 0, columns])
+            dk_acc[rows] += _dot(dscore, q_ref[0, 0, columns])
+            part = pl.ds(pl.multiple_of(start + columns.start, LANES), columns.stop - columns.start)
+            dq_acc[:, part] += _dot(k_columns[0, 0, :, rows], dscore)
 
-    _by_visibility(flag, q_places, k_places, add_queries)
+    _by_visibility(flag, add_queries)
 
     @pl.when(flag & LAST != 0)
     def _() -> None:
@@ -228,18 +255,27 @@ def _step(steps: Any) -> Any:
     return pl.program_id(0) * (steps.shape[0] // pl.num_programs(0)) + pl.program_id(2)
 
 
-def _by_visibility(flag: Any, q_places: Any, k_places: Any, compute: Callable[[Bool[Array, "N M"] | None], None]) -> None:
-    """Calls `compute` with which keys [N, M] each query sees, or None if each sees all; not at all if none sees any."""
+def _by_visibility(flag: Any, compute: Callable[[bool], None]) -> None:
+    """Calls `compute` with whether it must look which keys a query sees; not at all if no query sees any."""
 
-    @pl.when(flag & WHOLLY != 0)
+    @pl.when(flag & (PARTLY | NOTHING) == 0)
     def _() -> None:
-        compute(None)
+        compute(False)
 
     @pl.when(flag & PARTLY != 0)
     def _() -> None:
-        segment, position = q_places[0, :1], q_places[0, 1:]
-        key_segment, key_position = (_column(k_places[0, i : i + 1], segment.shape[1]) for i in (0, 1))
-        compute((key_segment == segment) & (key_segment != 0) & (key_position <= position))
+        compute(True)
+
+
+def _seen(q_places: Any, k_places: Any, rows: slice, columns: slice) -> Bool[Array, "N M"]:
+    """Which keys each query of a tile sees."""
+    segment, position = q_places[0, :1, columns], q_places[0, 1:, columns]
+    key_segment, key_position = (_column(k_places[0, i : i + 1, rows], segment.shape[1]) for i in (0, 1))
+    return (key_segment == segment) & (key_segment != 0) & (key_position <= position)
+
+
+def _tiles(n: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
 def _column(row: Int32[Array, "1 N"], width: int) -> Int32[Array, "N M"]:
@@ -253,7 +289,6 @@ def _finite(top: Float32[Array, "1 M"]) -> Float32[Array, "1 M"]:
     return jnp.where(top == -jnp.inf, 0, top)
 
 
-def _dot(x: Array, y: Array, contracted: tuple[int, int]) -> Float32[Array, "N M"]:
+def _dot(x: Float[Array, "N C"], y: Float[Array, "C M"]) -> Float32[Array, "N M"]:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dims = ((contracted[:1], contracted[1:]), ((), ()))
-    return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)

@@ -6,13 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mla.blocks import module, steps, visible
-from pallas_kernels.mla.flash import Form, Plan, flash
+from pallas_kernels.mla.flash import LANES, Form, Plan, flash
 from pallas_kernels.target import why_not_on
 
-Q_BLOCK = 512  # queries
-KV_BLOCK = 512  # keys
+Q_BLOCK = 1024  # queries
+KV_BLOCK = 1024  # keys
 STRIP = 16384  # queries whose dq stays in VMEM during the backward: 12 MB in fp32
-LANES = 128
 SMEM_STEPS = 40_000  # pairs of blocks, of three int32 each
 
 
@@ -53,8 +52,9 @@ def attention(
 
 
 def _size(n: int, block: int) -> int:
-    """Rows of a block: `block`, or all n where they are fewer, filled up to whole tiles."""
-    return min(block, -(-n // LANES) * LANES)
+    """Rows of a block: as few blocks as `block` allows, of equal size in whole tiles."""
+    blocks = -(-n // block)
+    return min(block, -(-n // blocks // LANES) * LANES)
 
 
 def _places(segments: Array | None, positions: Array, size: int) -> Int32[Array, "B 2 N"]:
