@@ -1,0 +1,51 @@
+"""The kernel for NVIDIA GPUs of decode with Kimi Delta Attention: what is its own; test_kda_decode.py holds the op's laws."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.kda_decode import Pool, kda_decode
+from pallas_kernels.kda_decode.shapes import SHAPES, Shape, draw
+from pallas_kernels.target import target
+
+decode = partial(kda_decode, decay_floor=-5.0, eps=1e-5)
+
+
+def arguments(shape, dtype=np.float32):
+    x, weights, pool = draw(shape)
+    x, windows = jax.tree.map(lambda a: jnp.asarray(a, dtype), (x, pool.windows))
+    slots = np.random.default_rng(1).permutation(shape.slots)[: shape.N].astype(np.int32)
+    return x, weights, Pool(pool.states, windows), slots
+
+
+@pytest.mark.parametrize("K", [16, 32, 64])
+def test_smaller_heads_equal_the_reference(K):
+    x, weights, pool, slots = arguments(Shape(N=3, H=2, slots=5, K=K))
+    slots[1] = -1
+    with target("gpu", interpret=True):
+        got = jax.jit(partial(decode, impl="gpu"))(x, weights, pool, slots)
+    want = jax.jit(partial(decode, impl="reference"))(x, weights, pool, slots)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("floor", [-5.0, None], ids=["k3", "kimi_linear"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_it_lowers_for_cuda_at_the_real_sizes_and_updates_the_pool_in_place(floor, dtype):
+    x, weights, pool, slots = jax.eval_shape(lambda: arguments(SHAPES["h12_64"], dtype))
+    op = jax.jit(partial(kda_decode, decay_floor=floor, eps=1e-5, impl="gpu"), donate_argnums=2)
+    card = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")  # without one, newer versions of jax look for a real card
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=card)
+    with target("gpu"), jax.sharding.use_abstract_mesh(mesh):
+        text = op.trace(x, weights, pool, slots).lower(lowering_platforms=("cuda",)).as_text()
+    assert '"kda_decode"' in text and text.count("output_operand_alias<") == 2
+
+
+def test_sizes_that_the_kernel_cannot_take_are_named():
+    x, weights, pool, slots = arguments(Shape(N=1, H=1, slots=1, K=48))
+    with target("gpu"), pytest.raises(ValueError, match="16, 32, 64 or 128 channels, got 48"):
+        decode(x, weights, pool, slots, impl="gpu")
+    with target("cpu"), pytest.raises(ValueError, match="it is a kernel for gpu"):
+        decode(x, weights, pool, slots, impl="gpu")
