@@ -39,7 +39,7 @@ def why_not(x: Array, w: Array, group_sizes: Array) -> str | None:
         return reason
     if x.dtype not in (jnp.bfloat16, jnp.float32) or w.dtype != x.dtype:
         return f"x and w must both be bf16 or both fp32, got {x.dtype} and {w.dtype}"
-    return why_not_sizes(x.shape[0], *w.shape[1:], 16)
+    return why_not_sizes(x.shape[0], w.shape[1], w.shape[2], 16)
 
 
 def why_not_sizes(N: int, K: int, M: int, step: int) -> str | None:

@@ -27,7 +27,7 @@ def why_not(x: Array, packed: Array, scale: Array, group_sizes: Array) -> str | 
         return reason
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"x must be bf16 or fp32, got {x.dtype}"
-    return why_not_sizes(*x.shape, packed.shape[1], GROUP)
+    return why_not_sizes(x.shape[0], x.shape[1], packed.shape[1], GROUP)
 
 
 @jax.custom_vjp

@@ -92,7 +92,7 @@ def _convolved(x, conv, windows, windows_out, n, slot, channel, start, columns) 
     for i, value in enumerate([*old[1:], new.astype(windows.dtype)]):
         windows_out[slot, channel, i, at] = value
     inputs = [u.astype(jnp.float32) for u in (*old[taps - (W - 1) :], new)]
-    u = sum((inputs[i] * conv[channel, i, at] for i in range(1, W)), inputs[0] * conv[channel, 0, at])
+    u = sum((u * conv[channel, i, at] for i, u in enumerate(inputs)), jnp.zeros(columns.size))
     return (u * _sigmoid(u)).astype(new.dtype).astype(jnp.float32)
 
 

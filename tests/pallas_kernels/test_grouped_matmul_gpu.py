@@ -1,4 +1,4 @@
-"""Laws of the grouped matmul's kernels for NVIDIA GPUs, run by Pallas's interpreter or lowered for CUDA."""
+"""The grouped matmul's kernels for NVIDIA GPUs: what is their own; test_grouped_matmul.py holds the op's laws."""
 
 from functools import partial
 
@@ -55,24 +55,8 @@ def int32(sizes):
     return jnp.asarray(sizes, jnp.int32)
 
 
-def assert_close(got, expected, tolerance=1e-5):
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance)
-
-
-@any_sizes
-def test_each_row_meets_the_matrix_of_its_group_and_the_rest_is_zero(sizes):
-    x, w, _ = draw()
-    y = multiply(x, w, int32(sizes))
-    assert_close(y, formula(x, w, sizes))
-    assert not np.any(y[sum(sizes) :])
-
-
-@any_sizes
-def test_gradients_equal_those_of_the_formula(sizes):
-    x, w, g = draw()
-    dx, dw = gradients(x, w, int32(sizes), g)
-    assert_close(dx, formula(g, w.swapaxes(1, 2), sizes))
-    assert_close(dw, weight_gradient(x, g, sizes))
+def assert_close(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_bf16_rows_are_summed_in_fp32():
@@ -175,22 +159,20 @@ def decoded(packed, scale):
     return np.asarray(dequantize(packed, scale, jnp.float32, impl="reference"), np.float64).swapaxes(1, 2)
 
 
-def assert_near(got, expected, tolerance=1e-6):
-    """In the relative L2 norm: weights are of very different size here."""
-    assert np.linalg.norm(np.asarray(got, np.float64) - expected) <= tolerance * np.linalg.norm(expected)
+def assert_near(got, expected):
+    """Up to the rounding to bf16, in the L2 norm: weights are of very different size here."""
+    assert np.linalg.norm(np.asarray(got, np.float64) - expected) <= 2**-8 * np.linalg.norm(expected)
 
 
 @any_sizes
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_packed_weights_multiply_like_their_dequantised_ones(sizes, dtype):
-    x, _, g = draw(dtype=dtype)
+def test_packed_weights_multiply_bf16_rows_like_their_dequantised_ones(sizes):
+    x, _, g = draw(dtype=jnp.bfloat16)
     packed, scale = packed_weights()
     w = decoded(packed, scale)
     y, dx = product_and_gradient(x, packed, scale, int32(sizes), g)
-    assert y.dtype == dx.dtype == dtype
-    tolerance = 1e-6 if dtype == jnp.float32 else 3e-3
-    assert_near(y, formula(x, w, sizes), tolerance)
-    assert_near(dx, formula(g, w.swapaxes(1, 2), sizes), tolerance)
+    assert y.dtype == dx.dtype == jnp.bfloat16
+    assert_near(y, formula(x, w, sizes))
+    assert_near(dx, formula(g, w.swapaxes(1, 2), sizes))
 
 
 @pytest.mark.parametrize("byte", [0, 1, 16, 127, 240, 254, 255])

@@ -17,14 +17,14 @@ decode = partial(kda_decode, decay_floor=-5.0, eps=1e-5)
 def arguments(shape, dtype=np.float32):
     x, weights, pool = draw(shape)
     x, windows = jax.tree.map(lambda a: jnp.asarray(a, dtype), (x, pool.windows))
-    slots = np.random.default_rng(1).permutation(shape.slots)[: shape.N].astype(np.int32)
-    return x, weights, Pool(pool.states, windows), slots
+    slots = np.random.default_rng(1).permutation(shape.slots)[: shape.N]
+    return x, weights, Pool(pool.states, windows), jnp.asarray(slots, jnp.int32)
 
 
 @pytest.mark.parametrize("K", [16, 32, 64])
 def test_smaller_heads_equal_the_reference(K):
     x, weights, pool, slots = arguments(Shape(N=3, H=2, slots=5, K=K))
-    slots[1] = -1
+    slots = slots.at[1].set(-1)
     with target("gpu", interpret=True):
         got = jax.jit(partial(decode, impl="gpu"))(x, weights, pool, slots)
     want = jax.jit(partial(decode, impl="reference"))(x, weights, pool, slots)
