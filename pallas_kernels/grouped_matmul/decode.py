@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 LANES = 128
 ROWS = 32  # of bytes in a register
@@ -25,7 +25,7 @@ def decode(packed: Any, scale: Any, first_input: Any, words: Any) -> None:
 
     packed  uint8 [rows, inputs / 2]; `first_input` is where these inputs begin in the matrix
     scale   uint8 [rows, all inputs of the matrix / 32], at most 128 per row
-    words   int32 [rows / 2, inputs]
+    words   int32 [inputs / 128, rows / 2, 128], as strided stores want it
     Results are exact, except that subnormal ones (of bytes 0 and 1) are flushed to zero.
     """
     rows = packed.shape[0]
@@ -39,15 +39,16 @@ def decode(packed: Any, scale: Any, first_input: Any, words: Any) -> None:
     start = jnp.zeros((ROWS // 4, scale.shape[1]), jnp.int32)
     unusual = jnp.max(jax.lax.fori_loop(0, rows // ROWS, step, start)) > 0
 
-    def again(r: Array, _: None) -> None:
-        _decode_unusual_rows(r, packed, scale, first_input, words)
+    @pl.when(unusual)
+    def _() -> None:
+        @pl.loop(0, rows // ROWS)
+        def _(r: Array) -> None:
+            _decode_unusual_rows(r, packed, scale, first_input, words)
 
-    jax.lax.fori_loop(0, jnp.where(unusual, rows // ROWS, 0), again, None)
 
-
-def as_bf16(words: Int32[Array, "half C"]) -> Float[Array, "R C"]:
+def as_bf16(words: Any) -> Float[Array, "R C"]:
     """The weights that `decode` wrote: rows 2 i and 2 i + 1 share the words of row i."""
-    return pltpu.bitcast(words, jnp.bfloat16)
+    return jnp.concatenate([pltpu.bitcast(words[c], jnp.bfloat16) for c in range(words.shape[0])], axis=1)
 
 
 def _decode_rows(r: Array, packed: Any, exponent: Array, first_input: Any, words: Any) -> None:
@@ -58,11 +59,11 @@ def _decode_rows(r: Array, packed: Any, exponent: Array, first_input: Any, words
     for start in range(0, packed.shape[1], LANES):
         pairs = _bytes(packed[_slice(r), start : start + LANES])
         for half in range(2):
-            column = 2 * start + half * LANES
+            c = 2 * start // LANES + half
             code = _gather(pairs, (lane >> 1) + half * LANES // 2) >> nibble
-            upper, lower = _numbers(code, _gather(exponent, (lane >> 5) + (first_input + column) // 32))
-            words[pl.ds(r * ROWS // 2, ROWS // 4, 2), column : column + LANES] = upper
-            words[pl.ds(r * ROWS // 2 + 1, ROWS // 4, 2), column : column + LANES] = lower
+            upper, lower = _numbers(code, _gather(exponent, (lane >> 5) + first_input // 32 + c * LANES // 32))
+            words[pl.ds(c, 1), pl.ds(r * ROWS // 2, ROWS // 4, 2), :] = upper[None]
+            words[pl.ds(c, 1), pl.ds(r * ROWS // 2 + 1, ROWS // 4, 2), :] = lower[None]
 
 
 def _numbers(code: Array, exponent: Array) -> tuple[Array, Array]:
@@ -85,10 +86,10 @@ def _decode_unusual_rows(r: Array, packed: Any, scale: Any, first_input: Any, wo
     factor = jnp.pad(factor, ((0, 0), (0, LANES - factor.shape[1])))
     _decode_rows(r, packed, _words(usual - 1), first_input, words)
     lane = jax.lax.broadcasted_iota(jnp.int32, factor.shape, 1)
-    for column in range(0, words.shape[1], LANES):
-        here = pl.ds(r * ROWS // 2, ROWS // 2), slice(column, column + LANES)
-        left = _gather(factor, (lane >> 5) + (first_input + column) // 32)
-        weight = as_bf16(words[here]).astype(jnp.float32) * left
+    for c in range(words.shape[0]):
+        here = c, pl.ds(pl.multiple_of(r * ROWS // 2, ROWS // 2), ROWS // 2)
+        left = _gather(factor, (lane >> 5) + first_input // 32 + c * LANES // 32)
+        weight = pltpu.bitcast(words[here], jnp.bfloat16).astype(jnp.float32) * left
         words[here] = pltpu.bitcast(weight.astype(jnp.bfloat16), jnp.int32)
 
 

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels.grouped_matmul.decode import as_bf16, decode
+from pallas_kernels.grouped_matmul.decode import LANES, as_bf16, decode
 from pallas_kernels.grouped_matmul.tpu import LIMIT, VMEM, dot, put_rows, slice_size, tile_rows
 from pallas_kernels.grouped_matmul.visits import Visits
 from pallas_kernels.target import current, why_not_on
@@ -78,13 +78,13 @@ def _product(x: Array, packed: Array, scale: Array, group_sizes: Array, *, trans
         block = slice_size(outer, step, lambda n: _bytes(inner, n, x.dtype) <= VMEM)
         packed_block = pl.BlockSpec((1, M, block // 2), lambda j, i, d: (visits.group(i, d), 0, j))
         scale_block = pl.BlockSpec((1, M, groups), lambda j, i, d: (visits.group(i, d), 0, 0))
-        decoded = M // 2, block
+        decoded = block, M
     else:
         outer, step = M, 128
         block = slice_size(outer, step, lambda n: _bytes(inner, n, x.dtype) <= VMEM)
         packed_block = pl.BlockSpec((1, block, half), lambda j, i, d: (visits.group(i, d), j, 0))
         scale_block = pl.BlockSpec((1, block, groups), lambda j, i, d: (visits.group(i, d), j, 0))
-        decoded = block // 2, 2 * half
+        decoded = 2 * half, block
     return pl.pallas_call(
         partial(_kernel, visits=visits, transposed=transposed),
         out_shape=jax.ShapeDtypeStruct((N, outer), x.dtype),
@@ -97,7 +97,7 @@ def _product(x: Array, packed: Array, scale: Array, group_sizes: Array, *, trans
                 scale_block,
             ],
             out_specs=pl.BlockSpec((visits.rows, block), lambda j, i, d: (visits.tile(i, d), j)),
-            scratch_shapes=[pltpu.VMEM(decoded, jnp.int32)],
+            scratch_shapes=[pltpu.VMEM((decoded[0] // LANES, decoded[1] // 2, LANES), jnp.int32)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=LIMIT),
         name="grouped_matmul_mxfp4_dx" if transposed else "grouped_matmul_mxfp4",
@@ -108,13 +108,13 @@ def _product(x: Array, packed: Array, scale: Array, group_sizes: Array, *, trans
 def _kernel(
     differences: Any, x: Any, packed: Any, scale: Any, y: Any, words: Any, *, visits: Visits, transposed: bool
 ) -> None:
-    first_input = pl.program_id(0) * words.shape[1] if transposed else 0
+    first_input = pl.program_id(0) * words.shape[0] * LANES if transposed else 0
 
     @pl.when(visits.opens_group(pl.program_id(1), differences))
     def _() -> None:
         decode(packed.at[0], scale.at[0], first_input, words)
 
     def product() -> Array:
-        return dot(x[...], as_bf16(words[...]).astype(x.dtype), 1, 0 if transposed else 1)
+        return dot(x[...], as_bf16(words).astype(x.dtype), 1, 0 if transposed else 1)
 
     put_rows(visits, differences, y, product)
