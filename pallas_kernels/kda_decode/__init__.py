@@ -3,10 +3,11 @@
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.kda_decode import gpu, reference, tpu, xla
+from pallas_kernels.kda_decode import gpu, gpu_verify, reference, tpu, tpu_verify, xla
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 
 IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
+VERIFY_IMPLS = {"tpu": tpu_verify, "gpu": gpu_verify, "xla": xla, "reference": reference}
 
 
 def kda_decode(
@@ -32,3 +33,36 @@ def kda_decode(
     Returns y in gate's dtype, and the pool. Donate the pool to the jit around this, or XLA copies it first.
     """
     return run("kda_decode", IMPLS, impl, x, weights, pool, slots, decay_floor=decay_floor, eps=eps)
+
+
+def kda_verify(
+    x: Projected,
+    before: Projected,
+    accepted: Int32[Array, "N"],
+    weights: Weights,
+    pool: Pool,
+    slots: Int32[Array, "N"],
+    *,
+    decay_floor: float | None,
+    eps: float,
+    impl: str | None = None,
+) -> tuple[Float[Array, "N T HK"], Pool]:
+    """T drafted tokens of each of N sequences, after some of the tokens that were drafted in the call before.
+
+    The pool takes the first accepted[n] tokens of before[n], as `kda_decode` would one after the other, and none of x: what
+    becomes of those is not known yet. The next call gets this one's x as its `before`:
+
+        y, pool = kda_verify(x, before, accepted, ...)      x: T tokens, of which the first is certain
+        accepted = how many of x the samples from y bear out
+        y, pool = kda_verify(next_x, x, accepted, ...)
+
+    A state is read and written once for it all: it costs no more memory traffic than one token.
+
+    before    the R tokens of the call before; its gate is not used. Any finite numbers for a sequence that had none
+    accepted  0 to R, for each row
+    slots     as in kda_decode
+    Returns y in gate's dtype, and the pool.
+    """
+    return run(
+        "kda_verify", VERIFY_IMPLS, impl, x, before, accepted, weights, pool, slots, decay_floor=decay_floor, eps=eps
+    )

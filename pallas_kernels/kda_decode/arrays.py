@@ -26,7 +26,11 @@ class Weights(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """One slot per sequence: S after its last token, and the last W - 1 inputs of the convolutions of q, k, v, oldest first."""
+    """One slot per sequence: S after its last token, and the last I inputs of the convolutions of q, k, v, oldest first.
+
+    I is W - 1, all that is needed, or W: then a slot's windows lie in one piece on a TPU. With three inputs XLA lays out arrays
+    with slots innermost, and the kernel's call is put between two copies of all windows.
+    """
 
     states: Float32[Array, "slots H K K"]
-    windows: Float[Array, "slots 3 W-1 HK"]
+    windows: Float[Array, "slots 3 I HK"]

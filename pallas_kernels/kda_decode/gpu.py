@@ -62,43 +62,52 @@ def _kernel(
 
     @pl.when(slot >= 0)
     def _():
-        q_now, k_now = (_convolved(u, conv, windows, windows_out, n, slot, c, h * K, pl.ds(0, K)) for c, u in enumerate((q, k)))
-        q_now, k_now = _unit(q_now) * K**-0.5, _unit(k_now)
-        z, rate = decay[n, head].astype(jnp.float32) + dt_bias[head], jnp.exp(A_log[h])
-        log_decay = -rate * jax.nn.softplus(z) if decay_floor is None else decay_floor * _sigmoid(rate * z)
-        decayed, k_column, q_column = (a[:, None] for a in (jnp.exp(log_decay), k_now, q_now))
-        strength = _sigmoid(beta[n, h].astype(jnp.float32))
+        (q_now, q_window), (k_now, k_window) = (
+            _convolved(u, conv, windows, n, slot, c, h * K, pl.ds(0, K)) for c, u in enumerate((q, k))
+        )
+        z = decay[n, head].astype(jnp.float32) + dt_bias[head]
+        decayed, k_now, q_now = decay_factor(z, A_log[h], decay_floor)[:, None], unit(k_now)[:, None], unit(q_now)[:, None]
+        strength = sigmoid(beta[n, h].astype(jnp.float32))
         step = min(K, COLUMNS)
         blocks = [pl.ds(at, step) for at in range(0, K, step)]
-        reads = []
+        reads, moved = [], [(0, pl.ds(0, K), q_window), (1, pl.ds(0, K), k_window)]
         for columns in blocks:
+            v_now, window = _convolved(v, conv, windows, n, slot, 2, h * K, columns)
             S = states[slot, h, :, columns] * decayed
-            error = _convolved(v, conv, windows, windows_out, n, slot, 2, h * K, columns) - jnp.sum(k_column * S, 0)
-            S += k_column * (strength * error)[None]
+            S += k_now * (strength * (v_now - jnp.sum(k_now * S, 0)))[None]
             states_out[slot, h, :, columns] = S
-            reads.append(jnp.sum(q_column * S, 0).astype(v.dtype).astype(jnp.float32))
+            reads.append((K**-0.5 * jnp.sum(q_now * S, 0)).astype(v.dtype).astype(jnp.float32))
+            moved.append((2, columns, window))
         scale = jax.lax.rsqrt(sum(jnp.sum(o * o) for o in reads) / K + eps)
         for o, columns in zip(reads, blocks, strict=True):
             at = pl.ds(h * K + columns.start, step)
-            y[n, at] = (scale * o * o_norm[columns] * _sigmoid(gate[n, at].astype(jnp.float32))).astype(y.dtype)
+            y[n, at] = (scale * o * o_norm[columns] * sigmoid(gate[n, at].astype(jnp.float32))).astype(y.dtype)
+        # After sums over all threads to which every one has given what it read of the window.
+        for channel, columns, window in moved:
+            for i, value in enumerate(window):
+                windows_out[slot, channel, i, pl.ds(h * K + columns.start, columns.size)] = value
 
 
-def _convolved(x, conv, windows, windows_out, n, slot, channel, start, columns) -> Float32[Array, "columns"]:
-    """silu of the convolution of some columns of q, k or v (channel 0, 1, 2), whose window moves on by the new input."""
+def _convolved(x, conv, windows, n, slot, channel, start, columns) -> tuple[Float32[Array, "columns"], list[Array]]:
+    """silu of the convolution of some columns of q, k or v (channel 0, 1, 2); and their window with the new input."""
     W, taps = conv.shape[1], windows.shape[2]
     at = pl.ds(start + columns.start, columns.size)
     new = x[n, at]
     old = [windows[slot, channel, i, at] for i in range(taps)]
-    for i, value in enumerate([*old[1:], new.astype(windows.dtype)]):
-        windows_out[slot, channel, i, at] = value
     inputs = [u.astype(jnp.float32) for u in (*old[taps - (W - 1) :], new)]
     u = sum((u * conv[channel, i, at] for i, u in enumerate(inputs)), jnp.zeros(columns.size))
-    return (u * _sigmoid(u)).astype(new.dtype).astype(jnp.float32)
+    return (u * sigmoid(u)).astype(new.dtype).astype(jnp.float32), [*old[1:], new.astype(windows.dtype)]
 
 
-def _unit(x: Float32[Array, "K"]) -> Float32[Array, "K"]:
+def decay_factor(z: Float32[Array, "K"], A_log: Float32[Array, ""], floor: float | None) -> Float32[Array, "K"]:
+    """exp(log_decay), of logits that hold their bias."""
+    rate = jnp.exp(A_log)
+    return jnp.exp(-rate * jax.nn.softplus(z) if floor is None else floor * sigmoid(rate * z))
+
+
+def unit(x: Float32[Array, "K"]) -> Float32[Array, "K"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x) + 1e-6)
 
 
-def _sigmoid(x: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
+def sigmoid(x: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
     return 1 / (1 + jnp.exp(-x))

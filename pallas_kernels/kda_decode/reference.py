@@ -27,12 +27,29 @@ def kda_decode(
     return jnp.stack(ys), pool
 
 
+def kda_verify(
+    x: Projected, before: Projected, accepted: Int32[Array, "N"], weights: Weights, pool: Pool, slots: Int32[Array, "N"],
+    *, decay_floor: float | None, eps: float,
+) -> tuple[Float[Array, "N T HK"], Pool]:
+    """`pallas_kernels.kda_decode.kda_verify`, token by token."""
+    for t in range(before.q.shape[1]):
+        token = Projected(*(a[:, t] for a in before))
+        _, pool = kda_decode(token, weights, pool, jnp.where(t < accepted, slots, -1), decay_floor=decay_floor, eps=eps)
+    ys, drafted = [], pool
+    for t in range(x.q.shape[1]):
+        token = Projected(*(a[:, t] for a in x))
+        y, drafted = kda_decode(token, weights, drafted, slots, decay_floor=decay_floor, eps=eps)
+        ys.append(y)
+    return jnp.stack(ys, axis=1), pool
+
+
 def _token(x: Projected, weights: Weights, pool: Pool, decay_floor: float | None, eps: float) -> tuple[Array, Pool]:
     """One row: y [HK] and its new state and windows."""
     H, K, _ = pool.states.shape
     inputs = jnp.stack([x.q, x.k, x.v])[:, None].astype(jnp.promote_types(x.q.dtype, pool.windows.dtype))
     windows = jnp.concatenate([pool.windows, inputs], axis=1)
-    mixed = jax.nn.silu(jnp.sum(windows.astype(jnp.float32) * weights.conv, axis=1)).astype(x.q.dtype).astype(jnp.float32)
+    taps = windows[:, -weights.conv.shape[1] :].astype(jnp.float32)
+    mixed = jax.nn.silu(jnp.sum(taps * weights.conv, axis=1)).astype(x.q.dtype).astype(jnp.float32)
     z = x.decay.astype(jnp.float32) + weights.dt_bias
     beta = jax.nn.sigmoid(x.beta.astype(jnp.float32))
     gate = jax.nn.sigmoid(x.gate.astype(jnp.float32))

@@ -16,17 +16,17 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
-from pallas_kernels.target import current, device_kind, why_not_on
+from pallas_kernels.kda_decode.tpu_rows import (
+    ROWS, VMEM, cores, down, gated_norm, log_decay, pieces_of, standing_of, stride_of, unit
+)
+from pallas_kernels.target import current, why_not_on
 
-ROWS = 16  # sublanes of a tile of bf16
 HEADS = 24  # most heads of a block: 1.6 MB of state, in four buffers
-VMEM = 40 * 2**20  # bytes
 PIECES = 9  # of decay, k and q, three each; then v, beta and k'q
 VECTORS = 16
 
@@ -46,87 +46,64 @@ def kda_decode(
     """See `pallas_kernels.kda_decode.kda_decode`."""
     _, H, K, _ = pool.states.shape
     N, W, taps = len(slots), weights.conv.shape[1], pool.windows.shape[2]
-    heads = _heads_per_block(H)
+    heads = max(n for n in range(1, HEADS + 1) if H % n == 0)
     groups, lanes = H // heads, heads * K
-    padded = pl.cdiv(N, ROWS) * ROWS
-    x = Projected(*(jnp.pad(a, ((0, padded - N), (0, 0))) for a in x))
-
-    stride = _stride(heads)
+    parts = cores()
+    n = pl.cdiv(N, parts * ROWS) * ROWS  # rows of a part
+    x = Projected(*(jnp.pad(a, ((0, parts * n - N), (0, 0))) for a in x))
+    slots = jnp.pad(slots, (0, parts * n - N), constant_values=-1)
+    stride = stride_of(heads)
 
     def vmem(*shape: int, dtype=jnp.float32):
         return pltpu.VMEM(shape, dtype)
 
-    def slot_of(position):
-        return lambda g, r, rank, slots: (jnp.maximum(slots[_row(rank[r + position], N)], 0), g)
+    def slot(step):
+        return lambda p, g, r, standing, slots: jnp.maximum(slots[standing[p, r + step]], 0)
 
-    state = pl.BlockSpec((1, heads, K, K), lambda *at: (*slot_of(1)(*at), 0, 0))
-    window = pl.BlockSpec((1, 3, taps, lanes), lambda *at: (slot_of(2)(*at)[0], 0, 0, at[0]))
+    token = pl.BlockSpec((n, lanes), lambda p, g, *_: (p, g))
+    state = pl.BlockSpec((1, heads, K, K), lambda *at: (slot(0)(*at), at[1], 0, 0))
+    window = pl.BlockSpec((1, 3, taps, lanes), lambda *at: (slot(1)(*at), 0, 0, at[1]))
     y, states, windows = pl.pallas_call(
         partial(_kernel, decay_floor=decay_floor, eps=eps),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(groups, N + 2),
+            grid=(parts, groups, n + 2),
             in_specs=[
-                *[pl.BlockSpec(memory_space=pl.ANY)] * 6, *[pl.BlockSpec(memory_space=pltpu.VMEM)] * 4, state, window
+                *[token] * 5, pl.BlockSpec((3, W, lanes), lambda p, g, *_: (0, 0, g)),
+                *[pl.BlockSpec(memory_space=pltpu.VMEM)] * 4, state, window,
             ],
-            out_specs=[pl.BlockSpec(memory_space=pl.ANY), state, window],
+            out_specs=[token, *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
             scratch_shapes=[
-                *[vmem(padded, lanes, dtype=a.dtype) for a in (x.q, x.k, x.v, x.decay, x.gate)],
-                vmem(3, W, lanes),
-                *[vmem(padded * heads, K)] * 6,
+                *[vmem(n * heads, K)] * 6,
                 *[vmem(3 * W * stride, K)] * 2,
                 *[vmem(heads, K)] * 2,
-                vmem(H, padded),
+                vmem(H, parts * n),
                 vmem(VECTORS * stride, K),
                 vmem(2 * VECTORS, 6 * K, dtype=jnp.bfloat16),
                 vmem(heads, K),
-                pltpu.SemaphoreType.DMA((6,)),
+                vmem(2, heads, K, K), vmem(2, 3, taps, lanes, dtype=pool.windows.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((padded, H * K), x.gate.dtype), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in pool)
+            jax.ShapeDtypeStruct((parts * n, H * K), x.gate.dtype), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in pool)
         ],
         input_output_aliases={12: 1, 13: 2},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM),
         interpret=current().interpret,
         name="kda_decode",
     )(
-        _rank(slots), slots, x.q, x.k, x.v, x.decay, x.gate, weights.conv, x.beta.T,
+        standing_of(slots, parts), slots, x.q, x.k, x.v, x.decay, x.gate, weights.conv, x.beta.T,
         weights.A_log[None], weights.dt_bias[None], weights.o_norm[None], *pool,
     )
     return y[:N], Pool(states, windows)
 
 
-def _heads_per_block(H: int) -> int:
-    """The largest divisor of H up to HEADS that leaves a block for each core."""
-    cores = 2 if device_kind() in ("TPU v4", "TPU v5") else 1
-    return max(n for n in range(1, HEADS + 1) if H % n == 0 and (H // n >= cores or H < cores))
-
-
-def _stride(heads: int) -> int:
-    return pl.cdiv(heads, 8) * 8
-
-
-def _rank(slots: Int32[Array, "N"]) -> Int32[Array, "N+4"]:
-    """For each row which active row stands in its place, as `_row` reads it: itself, else the one before it, else the first.
-
-    The first and the last row stand three times: two rows are still in work when a row begins, or have not begun when it ends.
-    """
-    N = len(slots)
-    row, other = np.clip(np.arange(N + 4) - 2, 0, N - 1)[:, None], np.arange(N)
-    return jnp.max(jnp.where(slots < 0, 0, np.where(other <= row, N + other, N - other).astype(np.int32)), axis=1)
-
-
-def _row(rank: Int32[Array, ""], N: int) -> Int32[Array, ""]:
-    """The row of this rank; 0 if none is active."""
-    return jnp.where(rank == 0, 0, jnp.abs(rank - N))
-
-
 def _kernel(
-    rank, slots, q, k, v, decay, gate, conv, beta, A_log, dt_bias, o_norm, states, windows,
-    y, states_out, windows_out,
-    q_in, k_in, v_in, decay_in, gate_in, conv_in,
-    q_rows, k_rows, v_rows, decay_rows, gate_rows, y_rows, inputs, taps_of, bias, rate, beta_of, vectors, spread, read, arrived,
+    standing, slots, q, k, v, decay, gate, conv, beta, A_log, dt_bias, o_norm, states, windows,
+    y, states_to, windows_to,
+    q_rows, k_rows, v_rows, decay_rows, gate_rows, y_rows, inputs, taps_of, bias, rate, beta_of, vectors, spread, read,
+    states_out, windows_out, stored,
     *, decay_floor: float | None, eps: float,
 ):
     """One step of one block of heads.
@@ -140,12 +117,12 @@ def _kernel(
     """
     _, heads, K, _ = states.shape
     W, taps = conv.shape[1], windows.shape[2]
-    stride = _stride(heads)
-    r, N = pl.program_id(1), slots.shape[0]
-    head_0 = pl.program_id(0) * heads
-    lanes = pl.ds(pl.multiple_of(head_0 * K, K), heads * K)
-    done, now = _row(rank[r], N), _row(rank[r + 2], N)
-    turned = ((q_in, q_rows), (k_in, k_rows), (v_in, v_rows), (decay_in, decay_rows), (gate_in, gate_rows))
+    stride = stride_of(heads)
+    part, r, n = pl.program_id(0), pl.program_id(2), q.shape[0]
+    head_0 = pl.program_id(1) * heads
+    ours, lanes = pl.ds(head_0, heads), pl.ds(pl.multiple_of(head_0 * K, K), heads * K)
+    done, now = jnp.maximum(r - 2, 0), jnp.minimum(r, n - 1)
+    turned = ((q, q_rows), (k, k_rows), (v, v_rows), (decay, decay_rows), (gate, gate_rows))
 
     def tile(i, h):
         """Of ROWS rows and one head: where it is in what comes in and goes out, and where in what is turned."""
@@ -158,20 +135,12 @@ def _kernel(
 
     @pl.when(r == 0)
     def _():
-        come = zip((q, k, v, decay, gate), (q_in, k_in, v_in, decay_in, gate_in), strict=True)
-        copies = [pltpu.make_async_copy(x.at[:, lanes], x_in, arrived.at[i]) for i, (x, x_in) in enumerate(come)]
-        copies.append(pltpu.make_async_copy(conv.at[:, :, lanes], conv_in, arrived.at[5]))
-        for copy in copies:
-            copy.start()
-        for copy in copies:
-            copy.wait()
-
-        @pl.loop(0, y.shape[0] // ROWS)
+        @pl.loop(0, n // ROWS)
         def _(i):
             for h in range(heads):
                 outer, inner = tile(i, h)
-                for x_in, x_rows in turned:
-                    x_rows[inner] = x_in[outer].astype(jnp.float32)
+                for x, x_rows in turned:
+                    x_rows[inner] = x[outer].astype(jnp.float32)
                 y_rows[inner] = jnp.zeros((ROWS, K), jnp.float32)
 
         beta_of[...] = jax.nn.sigmoid(beta[...].astype(jnp.float32))
@@ -182,27 +151,24 @@ def _kernel(
         spread[...] = ones.astype(jnp.float32).astype(jnp.bfloat16)
         for h in range(heads):
             for c in range(3):
-                taps_of[pl.ds(c * W * stride + h, W, stride=stride)] = conv_in[c, :, h * K : (h + 1) * K]
+                taps_of[pl.ds(c * W * stride + h, W, stride=stride)] = conv[c, :, h * K : (h + 1) * K]
             bias[h : h + 1] = dt_bias[:, pl.ds(pl.multiple_of((head_0 + h) * K, K), K)]
-        rate[...] = jnp.broadcast_to(jnp.exp(_down(A_log[...], head_0, heads)), (heads, K))
-
-    @pl.when(slots[now] < 0)  # no row is active: the blocks of slot 0 go back as they came
-    def _():
-        windows_out[...] = windows[...]
-
-        @pl.loop(0, heads)
-        def _(h):
-            states_out[0, h] = states[0, h]
+        rate[...] = jnp.broadcast_to(jnp.exp(down(A_log[...], head_0, heads)), (heads, K))
 
     def active(row):
-        return slots[jnp.clip(row, 0, N - 1)] >= 0
+        return (row >= 0) & (row < n) & (slots[part * n + jnp.clip(row, 0, n - 1)] >= 0)
+
+    def to_pool(row, kind):
+        """The copy of a row's new state (kind 0) or windows (1)."""
+        slot, i = slots[part * n + jnp.clip(row, 0, n - 1)], jax.lax.rem(row + 2, 2)
+        to = (states_to.at[slot, ours], windows_to.at[slot, :, :, lanes])[kind]
+        return pltpu.make_async_copy((states_out, windows_out)[kind].at[i], to, stored.at[kind])
 
     @pl.when(active(r) | active(r - 1) | active(r - 2))
     def _():
+        state_out, window_out = states_out.at[jax.lax.rem(r + 1, 2)], windows_out.at[jax.lax.rem(r, 2)]
         o = read[...].astype(v.dtype).astype(jnp.float32)
-        o = o * jax.lax.rsqrt(jnp.mean(o * o, axis=1, keepdims=True) + eps)
-        o = o * o_norm[...] * jax.nn.sigmoid(gate_rows[of(done)])
-        y_rows[of(done)] = o
+        y_rows[of(done)] = jnp.where(active(r - 2), gated_norm(o, o_norm[...], gate_rows[of(done)], eps), 0)
 
         for first in range(0, heads, 2):
             pair = range(first, min(first + 2, heads))
@@ -216,7 +182,7 @@ def _kernel(
                 v_h, beta_h, qk = (x[i][PIECES + j :][:1] for j in range(3))
                 S = states[0, h] * decay_h
                 w = beta_h * (v_h - jnp.sum(S * k_h, axis=0, keepdims=True))
-                states_out[0, h] = S + k_h * w
+                state_out[h] = S + k_h * w
                 read[pl.ds(h, 1)] = jnp.sum(S * q_h, axis=0, keepdims=True) + qk * w
 
         mixed = []
@@ -230,44 +196,33 @@ def _kernel(
             mixed.append((u * jax.nn.sigmoid(u)).astype(x.dtype).astype(jnp.float32))
             for h in range(heads):
                 new = inputs[pl.ds((c * W + W - taps) * stride + h, taps, stride=stride)]
-                windows_out[0, c, :, h * K : (h + 1) * K] = new.astype(windows_out.dtype)
+                window_out[c, :, h * K : (h + 1) * K] = new.astype(windows_out.dtype)
         q_now, k_now, v_now = mixed
-        q_now = q_now * (jax.lax.rsqrt(jnp.sum(q_now * q_now, axis=1, keepdims=True) + 1e-6) * K**-0.5)
-        k_now = k_now * jax.lax.rsqrt(jnp.sum(k_now * k_now, axis=1, keepdims=True) + 1e-6)
-        z = decay_rows[of(now)] + bias[...]
-        log_decay = -rate[...] * jax.nn.softplus(z) if decay_floor is None else decay_floor * jax.nn.sigmoid(rate[...] * z)
-        beta_now = beta_of[pl.ds(head_0, heads)]
+        q_now, k_now = unit(q_now) * K**-0.5, unit(k_now)
+        decay_now = jnp.exp(log_decay(decay_rows[of(now)] + bias[...], rate[...], decay_floor))
+        beta_now = beta_of[ours]
         lane = jax.lax.broadcasted_iota(jnp.int32, beta_now.shape, 1)
-        beta_now = jnp.sum(jnp.where(lane == now, beta_now, 0), axis=1, keepdims=True)
+        beta_now = jnp.sum(jnp.where(lane == part * n + now, beta_now, 0), axis=1, keepdims=True)
         qk = jnp.sum(q_now * k_now, axis=1, keepdims=True)
-        pieces = [piece for x in (jnp.exp(log_decay), k_now, q_now) for piece in _pieces(x)]
+        pieces = [piece for x in (decay_now, k_now, q_now) for piece in pieces_of(x)]
         for i, x in enumerate((*pieces, v_now, beta_now, qk)):
             vectors[pl.ds(i * stride, heads)] = jnp.broadcast_to(x, (heads, K))
 
-    @pl.when(r == N + 1)
+    # One copy of each kind is on its way at a time, so that one semaphore tells of it.
+    for row, kind in ((r - 1, 0), (r, 1)):
+
+        @pl.when(active(row - 1))
+        def _(row=row, kind=kind):
+            to_pool(row - 1, kind).wait()
+
+        @pl.when(active(row))
+        def _(row=row, kind=kind):
+            to_pool(row, kind).start()
+
+    @pl.when(r == n + 1)
     def _():
-        @pl.loop(0, y.shape[0] // ROWS)
+        @pl.loop(0, n // ROWS)
         def _(i):
             for h in range(heads):
                 outer, inner = tile(i, h)
-                gate_in[outer] = y_rows[inner].astype(y.dtype)
-
-        copy = pltpu.make_async_copy(gate_in, y.at[:, lanes], arrived.at[0])
-        copy.start()
-        copy.wait()
-
-
-def _pieces(x: Float32[Array, "..."]) -> list[Float32[Array, "..."]]:
-    """Three numbers of bf16 that add up to x: 8 of its 24 bits each."""
-    pieces = []
-    for _ in range(3):
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
-        pieces.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
-        x = x - pieces[-1]
-    return pieces
-
-
-def _down(x: Float32[Array, "1 H"], head_0: Int32[Array, ""], heads: int) -> Float32[Array, "heads 1"]:
-    """Some heads of a row, one in each sublane."""
-    lane, sublane = (jax.lax.broadcasted_iota(jnp.int32, (heads, x.shape[1]), axis) for axis in (1, 0))
-    return jnp.sum(jnp.where(lane == head_0 + sublane, x, 0), axis=1, keepdims=True)
+                y[outer] = y_rows[inner].astype(y.dtype)

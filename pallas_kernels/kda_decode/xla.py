@@ -8,6 +8,8 @@ from pallas_kernels.conv1d import conv1d
 from pallas_kernels.kda import kda_step
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 
+Token = tuple[Array, Array, Array, Array, Array]  # q, k, v, log decay and beta, as kda_step takes them
+
 
 def why_not(*args: object, **kwargs: object) -> str | None:
     return None
@@ -17,35 +19,76 @@ def kda_decode(
     x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, "N"], *, decay_floor: float | None, eps: float
 ) -> tuple[Float[Array, "N HK"], Pool]:
     """See `pallas_kernels.kda_decode.kda_decode`."""
-    _, H, K, _ = pool.states.shape
-    old = Pool(*(jnp.take(a, slots, axis=0, mode="clip") for a in pool))
-    heads, windows = [], []
-    for i, u in enumerate((x.q, x.k, x.v)):
-        u, window = conv1d(u[:, None], weights.conv[i].T, old.windows[:, i])
-        heads.append(u.reshape(-1, H, K))
-        windows.append(window)
-    q, k, v = heads
-    z = (x.decay.astype(jnp.float32) + weights.dt_bias).reshape(-1, H, K)
-    beta = jax.nn.sigmoid(x.beta.astype(jnp.float32))
-    o, state = kda_step(_unit(q) * K**-0.5, _unit(k), v, log_decay(z, weights.A_log, decay_floor), beta, old.states)
-    y = _normalize(o, eps) * weights.o_norm * jax.nn.sigmoid(x.gate.astype(jnp.float32)).reshape(-1, H, K)
-    y = jnp.where(slots[:, None] < 0, 0, y.reshape(x.gate.shape)).astype(x.gate.dtype)
+    old = _gather(pool, slots)
+    x = Projected(*(a[:, None] for a in x))
+    o, state = kda_step(*_tokens(x, weights, old, decay_floor)[0], old.states)
+    y = _output(o[:, None], x.gate, weights, slots, eps)[:, 0]
+    return y, _scatter(pool, slots, Pool(state, _shift(old.windows, x, jnp.ones_like(slots))))
+
+
+def kda_verify(
+    x: Projected, before: Projected, accepted: Int32[Array, "N"], weights: Weights, pool: Pool, slots: Int32[Array, "N"],
+    *, decay_floor: float | None, eps: float,
+) -> tuple[Float[Array, "N T HK"], Pool]:
+    """See `pallas_kernels.kda_decode.kda_verify`."""
+    old = _gather(pool, slots)
+    state = old.states
+    for t, token in enumerate(_tokens(before, weights, old, decay_floor)):
+        replayed = (t < accepted)[:, None, None, None]
+        state = jnp.where(replayed, kda_step(*token, state)[1], state)
+    new = Pool(state, _shift(old.windows, before, accepted))
+    outputs = []
+    for token in _tokens(x, weights, new, decay_floor):
+        o, state = kda_step(*token, state)
+        outputs.append(o)
+    return _output(jnp.stack(outputs, axis=1), x.gate, weights, slots, eps), _scatter(pool, slots, new)
+
+
+def _gather(pool: Pool, slots: Int32[Array, "N"]) -> Pool:
+    return Pool(*(jnp.take(a, slots, axis=0, mode="clip") for a in pool))
+
+
+def _scatter(pool: Pool, slots: Int32[Array, "N"], new: Pool) -> Pool:
     where = jnp.where(slots < 0, len(pool.states) + jnp.arange(len(slots)), slots)  # beyond the pool: dropped
-    new = Pool(state, jnp.stack(windows, axis=1))
-    return y, Pool(*(a.at[where].set(b, mode="drop", unique_indices=True) for a, b in zip(pool, new, strict=True)))
+    return Pool(*(a.at[where].set(b, mode="drop", unique_indices=True) for a, b in zip(pool, new, strict=True)))
 
 
-def log_decay(z: Float32[Array, "N H K"], A_log: Float32[Array, "H"], floor: float | None) -> Float32[Array, "N H K"]:
+def _shift(windows: Float[Array, "N 3 I HK"], x: Projected, tokens: Int32[Array, "N"]) -> Float[Array, "N 3 I HK"]:
+    """The windows after the first so many tokens of x."""
+    inputs = jnp.concatenate([windows, jnp.stack([x.q, x.k, x.v], axis=1).astype(windows.dtype)], axis=2)
+    return jax.vmap(lambda a, t: jax.lax.dynamic_slice_in_dim(a, t, windows.shape[2], axis=1))(inputs, tokens)
+
+
+def _tokens(x: Projected, weights: Weights, pool: Pool, decay_floor: float | None) -> list[Token]:
+    """What the recurrence takes of each token."""
+    N, T, _ = x.q.shape
+    _, H, K, _ = pool.states.shape
+    windows = pool.windows[:, :, pool.windows.shape[2] - (weights.conv.shape[1] - 1) :]
+    q, k, v = (
+        conv1d(u, w.T, windows[:, i])[0].reshape(N, T, H, K) for i, (u, w) in enumerate(zip(x[:3], weights.conv, strict=True))
+    )
+    z = (x.decay.astype(jnp.float32) + weights.dt_bias).reshape(N, T, H, K)
+    beta = jax.nn.sigmoid(x.beta.astype(jnp.float32))
+    arrays = _unit(q) * K**-0.5, _unit(k), v, log_decay(z, weights.A_log, decay_floor), beta
+    return [tuple(a[:, t] for a in arrays) for t in range(T)]  # pyright: ignore[reportReturnType]
+
+
+def log_decay(z: Float32[Array, "*N H K"], A_log: Float32[Array, "H"], floor: float | None) -> Float32[Array, "*N H K"]:
     """Of logits that hold their bias, in nats per token."""
     rate = jnp.exp(A_log)[:, None]
     return -rate * jax.nn.softplus(z) if floor is None else floor * jax.nn.sigmoid(rate * z)
 
 
-def _unit(x: Float[Array, "N H K"]) -> Float32[Array, "N H K"]:
+def _unit(x: Float[Array, "*N H K"]) -> Float32[Array, "*N H K"]:
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def _normalize(x: Float[Array, "N H K"], eps: float) -> Float32[Array, "N H K"]:
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+def _output(
+    o: Float[Array, "N T H K"], gate: Float[Array, "N T HK"], weights: Weights, slots: Int32[Array, "N"], eps: float
+) -> Float[Array, "N T HK"]:
+    """The gated norm of what was read; zero for idle rows."""
+    o = o.astype(jnp.float32)
+    o = o * jax.lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps) * weights.o_norm
+    y = o.reshape(gate.shape) * jax.nn.sigmoid(gate.astype(jnp.float32))
+    return jnp.where(slots[:, None, None] < 0, 0, y).astype(gate.dtype)
