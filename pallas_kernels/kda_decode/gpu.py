@@ -62,40 +62,36 @@ def _kernel(
 
     @pl.when(slot >= 0)
     def _():
-        (q_now, q_window), (k_now, k_window) = (
-            _convolved(u, conv, windows, n, slot, c, h * K, pl.ds(0, K)) for c, u in enumerate((q, k))
-        )
+        (q_now, q_window), (k_now, k_window) = (_convolved(u, conv, windows, n, slot, c, head) for c, u in enumerate((q, k)))
         z = decay[n, head].astype(jnp.float32) + dt_bias[head]
         decayed, k_now, q_now = decay_factor(z, A_log[h], decay_floor)[:, None], unit(k_now)[:, None], unit(q_now)[:, None]
         strength = sigmoid(beta[n, h].astype(jnp.float32))
         step = min(K, COLUMNS)
-        blocks = [pl.ds(at, step) for at in range(0, K, step)]
-        reads, moved = [], [(0, pl.ds(0, K), q_window), (1, pl.ds(0, K), k_window)]
-        for columns in blocks:
-            v_now, window = _convolved(v, conv, windows, n, slot, 2, h * K, columns)
+        blocks = [(pl.ds(at, step), pl.ds(h * K + at, step)) for at in range(0, K, step)]
+        reads, moved = [], [(0, head, q_window), (1, head, k_window)]
+        for columns, at in blocks:
+            v_now, window = _convolved(v, conv, windows, n, slot, 2, at)
             S = states[slot, h, :, columns] * decayed
             S += k_now * (strength * (v_now - jnp.sum(k_now * S, 0)))[None]
             states_out[slot, h, :, columns] = S
             reads.append((K**-0.5 * jnp.sum(q_now * S, 0)).astype(v.dtype).astype(jnp.float32))
-            moved.append((2, columns, window))
+            moved.append((2, at, window))
         scale = jax.lax.rsqrt(sum(jnp.sum(o * o) for o in reads) / K + eps)
-        for o, columns in zip(reads, blocks, strict=True):
-            at = pl.ds(h * K + columns.start, step)
+        for o, (columns, at) in zip(reads, blocks, strict=True):
             y[n, at] = (scale * o * o_norm[columns] * sigmoid(gate[n, at].astype(jnp.float32))).astype(y.dtype)
         # After sums over all threads to which every one has given what it read of the window.
-        for channel, columns, window in moved:
+        for channel, at, window in moved:
             for i, value in enumerate(window):
-                windows_out[slot, channel, i, pl.ds(h * K + columns.start, columns.size)] = value
+                windows_out[slot, channel, i, at] = value
 
 
-def _convolved(x, conv, windows, n, slot, channel, start, columns) -> tuple[Float32[Array, "columns"], list[Array]]:
+def _convolved(x, conv, windows, n, slot, channel, at) -> tuple[Float32[Array, "columns"], list[Array]]:
     """silu of the convolution of some columns of q, k or v (channel 0, 1, 2); and their window with the new input."""
     W, taps = conv.shape[1], windows.shape[2]
-    at = pl.ds(start + columns.start, columns.size)
     new = x[n, at]
     old = [windows[slot, channel, i, at] for i in range(taps)]
     inputs = [u.astype(jnp.float32) for u in (*old[taps - (W - 1) :], new)]
-    u = sum((u * conv[channel, i, at] for i, u in enumerate(inputs)), jnp.zeros(columns.size))
+    u = sum((u * conv[channel, i, at] for i, u in enumerate(inputs)), jnp.zeros(new.shape))
     return (u * sigmoid(u)).astype(new.dtype).astype(jnp.float32), [*old[1:], new.astype(windows.dtype)]
 
 

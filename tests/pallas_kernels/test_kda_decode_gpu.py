@@ -1,4 +1,4 @@
-"""The kernel for NVIDIA GPUs of decode with Kimi Delta Attention: what is its own; test_kda_decode.py holds the op's laws."""
+"""The kernels for NVIDIA GPUs of decode with Kimi Delta Attention: what is their own; test_kda_decode.py holds the op's laws."""
 
 from functools import partial
 
@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kda_decode import Pool, kda_decode
+from pallas_kernels.kda_decode import Pool, kda_decode, kda_verify
 from pallas_kernels.kda_decode.shapes import SHAPES, Shape, draw
 from pallas_kernels.target import target
 
-decode = partial(kda_decode, decay_floor=-5.0, eps=1e-5)
+FORM = {"decay_floor": -5.0, "eps": 1e-5}
+decode = partial(kda_decode, **FORM)
 
 
-def arguments(shape, dtype=np.float32):
-    x, weights, pool = draw(shape)
+def arguments(shape, dtype=np.float32, *tokens):
+    x, weights, pool = draw(shape, *tokens)
     x, windows = jax.tree.map(lambda a: jnp.asarray(a, dtype), (x, pool.windows))
     slots = np.random.default_rng(1).permutation(shape.slots)[: shape.N]
     return x, weights, Pool(pool.states, windows), jnp.asarray(slots, jnp.int32)
@@ -27,20 +28,41 @@ def test_smaller_heads_equal_the_reference(K):
     slots = slots.at[1].set(-1)
     with target("gpu", interpret=True):
         got = jax.jit(partial(decode, impl="gpu"))(x, weights, pool, slots)
-    want = jax.jit(partial(decode, impl="reference"))(x, weights, pool, slots)
+    want = decode(x, weights, pool, slots, impl="reference")
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize(("K", "T"), [(32, 3), (128, 1)])
+def test_a_drafted_window_equals_the_reference(K, T):
+    """Rows of which none to all tokens were accepted, and an idle one."""
+    x, weights, pool, slots = arguments(Shape(N=5, H=2, slots=7, K=K), np.float32, T)
+    before = jax.tree.map(lambda a: a[::-1], arguments(Shape(N=5, H=2, slots=7, K=K), np.float32, 2)[0])
+    given = x, before, jnp.asarray([0, 1, 2, 2, 1], jnp.int32), weights, pool, slots.at[3].set(-1)
+    with target("gpu", interpret=True):
+        got = jax.jit(partial(kda_verify, impl="gpu", **FORM))(*given)
+    want = kda_verify(*given, impl="reference", **FORM)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
+def lowered(op, *given):
+    """The program as it goes to a card, without one; newer versions of jax look for a real card otherwise."""
+    card = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=card)
+    with target("gpu"), jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(op).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("floor", [-5.0, None], ids=["k3", "kimi_linear"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_it_lowers_for_cuda_at_the_real_sizes_and_updates_the_pool_in_place(floor, dtype):
+def test_they_lower_for_cuda_at_the_real_sizes_and_update_the_pool_in_place(floor, dtype):
     x, weights, pool, slots = jax.eval_shape(lambda: arguments(SHAPES["h12_64"], dtype))
-    op = jax.jit(partial(kda_decode, decay_floor=floor, eps=1e-5, impl="gpu"), donate_argnums=2)
-    card = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")  # without one, newer versions of jax look for a real card
-    mesh = jax.sharding.AbstractMesh((1,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=card)
-    with target("gpu"), jax.sharding.use_abstract_mesh(mesh):
-        text = op.trace(x, weights, pool, slots).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(partial(kda_decode, decay_floor=floor, eps=1e-5, impl="gpu"), x, weights, pool, slots)
     assert '"kda_decode"' in text and text.count("output_operand_alias<") == 2
+    window = jax.eval_shape(lambda: arguments(SHAPES["h12_64"], dtype, 4))[0]
+    text = lowered(
+        partial(kda_verify, decay_floor=floor, eps=1e-5, impl="gpu"), window, window, slots, weights, pool, slots
+    )
+    assert '"kda_verify"' in text and text.count("output_operand_alias<") == 2
 
 
 def test_sizes_that_the_kernel_cannot_take_are_named():
