@@ -19,7 +19,7 @@ def arguments(shape, dtype=np.float32, *tokens):
     x, weights, pool = draw(shape, *tokens)
     x, windows = jax.tree.map(lambda a: jnp.asarray(a, dtype), (x, pool.windows))
     slots = np.random.default_rng(1).permutation(shape.slots)[: shape.N]
-    return x, weights, Pool(pool.states, windows), jnp.asarray(slots, jnp.int32)
+    return x, jax.tree.map(jnp.asarray, weights), Pool(jnp.asarray(pool.states), windows), jnp.asarray(slots, jnp.int32)
 
 
 @pytest.mark.parametrize("K", [16, 32, 64])
