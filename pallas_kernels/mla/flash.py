@@ -6,7 +6,6 @@ is ever transposed: operands come in the layouts that each product needs, the ou
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -53,8 +52,8 @@ def _forward(form: Form, q: Array, k: Array, v: Array, plan: Plan) -> tuple[Arra
         "mla_forward",
         (B, H, form.counts[0]),
         plan.forward,
-        [(plan.queries, queries.places), (plan.keys, keys.places), (q.swapaxes(2, 3), queries.transposed(K)), (k, keys.of(K)),
-         (v.swapaxes(2, 3), keys.transposed(V))],
+        [(plan.queries, queries.places), (_on_all_lanes(plan.keys), keys.key_places), (q.swapaxes(2, 3), queries.transposed(K)),
+         (k, keys.of(K)), (v.swapaxes(2, 3), keys.transposed(V))],
         [((B, H, V, T), v.dtype, queries.transposed(V)), ((B, H, 1, T), jnp.float32, queries.transposed(1))],
         [(1, form.q_size), (1, form.q_size), (V, form.q_size), (form.k_size, form.q_size)],
     )
@@ -147,9 +146,9 @@ def _strip_backward(
         "mla_backward",
         (B, H, count),
         steps,
-        [(q_places, queries.places), (k_places, keys.places), (q, queries.of(K)), (q.swapaxes(2, 3), queries.transposed(K)),
-         (k, keys.of(K)), (k.swapaxes(2, 3), keys.transposed(K)), (v, keys.of(V)), (g, queries.of(V)),
-         (g.swapaxes(2, 3), queries.transposed(V)), (log_total, queries.transposed(1)), (delta, queries.transposed(1))],
+        [(q_places, queries.places), (_on_all_lanes(k_places), keys.key_places), (q, queries.of(K)),
+         (q.swapaxes(2, 3), queries.transposed(K)), (k, keys.of(K)), (k.swapaxes(2, 3), keys.transposed(K)), (v, keys.of(V)),
+         (g, queries.of(V)), (g.swapaxes(2, 3), queries.transposed(V)), (log_total, queries.transposed(1)), (delta, queries.transposed(1))],
         [((B, H, K, T), q.dtype, whole), ((B, H, S, K), dtype, keys.of(K)), ((B, H, S, V), dtype, keys.of(V))],
         [(K, T), (form.k_size, K), (form.k_size, V)],
     )
@@ -162,7 +161,7 @@ def _backward_kernel(
     dv_ref: Any, dq_acc: Any, dk_acc: Any, dv_acc: Any,
 ) -> None:
     flag = flags[_step(flags)]
-    start = pl.multiple_of(inner[_step(inner)] * form.q_size, LANES)
+    start = inner[_step(inner)] * form.q_size
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
@@ -173,8 +172,12 @@ def _backward_kernel(
         dk_acc[...] = jnp.zeros_like(dk_acc)
         dv_acc[...] = jnp.zeros_like(dv_acc)
 
+    q_tile, k_tile = _tile(form.q_size), _tile(form.k_size)
+
     def add_queries(masked: bool) -> None:
-        for columns, rows in product(_tiles(form.q_size, Q_TILE), _tiles(form.k_size, Q_TILE)):
+        def add_tile(i: Array, _: None) -> None:
+            rows = _part(i // (form.q_size // q_tile), k_tile)
+            columns = _part(i % (form.q_size // q_tile), q_tile)
             score = form.scale * LOG2_E * _dot(k_ref[0, 0, rows], q_columns[0, 0, :, columns])
             prob = jnp.exp2(score - log_total_ref[0, 0, :, columns])
             dscore = prob * (_dot(v_ref[0, 0, rows], g_columns[0, 0, :, columns]) - delta_ref[0, 0, :, columns])
@@ -184,8 +187,10 @@ def _backward_kernel(
             dscore = dscore.astype(k_ref.dtype)
             dv_acc[rows] += _dot(prob.astype(g_ref.dtype), g_ref[0, 0, columns])
             dk_acc[rows] += _dot(dscore, q_ref[0, 0, columns])
-            part = pl.ds(pl.multiple_of(start + columns.start, LANES), columns.stop - columns.start)
-            dq_acc[:, part] += _dot(k_columns[0, 0, :, rows], dscore)
+            of_strip = pl.ds(pl.multiple_of(start + columns.start, min(LANES, q_tile)), q_tile)
+            dq_acc[:, of_strip] += _dot(k_columns[0, 0, :, rows], dscore)
+
+        jax.lax.fori_loop(0, form.q_size // q_tile * (form.k_size // k_tile), add_tile, None)
 
     _by_visibility(flag, add_queries)
 
@@ -224,6 +229,21 @@ class _Rows(NamedTuple):
     def places(self) -> pl.BlockSpec:
         return pl.BlockSpec((1, 2, self.size), lambda b, h, n, *lists: (b, 0, self._block(b, n, *lists)))
 
+    @property
+    def key_places(self) -> pl.BlockSpec:
+        """Fetched only for the steps that look at them."""
+
+        def block(b: Any, h: Any, n: Any, *lists: Any) -> Any:
+            flag = lists[2][b * (self.steps.outer.shape[0] // self.batch) + n]
+            return b, 0, jnp.where(flag & PARTLY != 0, self._block(b, n, *lists), 0), 0
+
+        return pl.BlockSpec((1, 2, self.size, LANES), block)
+
+
+def _on_all_lanes(places: Int32[Array, "B 2 S"]) -> Int32[Array, "B 2 S 128"]:
+    """What keys are compared by, as the columns that a kernel can load without moving numbers between lanes."""
+    return jnp.broadcast_to(jnp.asarray(places)[..., None], (*places.shape, LANES))
+
 
 def _call(
     kernel: Callable[..., None], name: str, grid: tuple[int, int, int | None], steps: Steps, operands: Sequence[Any],
@@ -232,6 +252,8 @@ def _call(
     B, H, count = grid
     arrays, in_specs = zip(*operands, strict=True)
     shapes, dtypes, out_specs = zip(*results, strict=True)
+    if not current().interpret:  # else XLA moves whole operands into VMEM, and the kernel's own blocks no longer fit
+        arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
     return pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(*x) for x in zip(shapes, dtypes, strict=True)],
@@ -267,21 +289,27 @@ def _by_visibility(flag: Any, compute: Callable[[bool], None]) -> None:
         compute(True)
 
 
-def _seen(q_places: Any, k_places: Any, rows: slice, columns: slice) -> Bool[Array, "N M"]:
+def _seen(q_places: Any, k_places: Any, rows: Any, columns: Any) -> Bool[Array, "N M"]:
     """Which keys each query of a tile sees."""
     segment, position = q_places[0, :1, columns], q_places[0, 1:, columns]
-    key_segment, key_position = (_column(k_places[0, i : i + 1, rows], segment.shape[1]) for i in (0, 1))
+    width = segment.shape[1]
+    key_segment, key_position = (
+        jnp.tile(k_places[0, i, rows], (1, -(-width // LANES)))[:, :width] for i in (0, 1)
+    )
     return (key_segment == segment) & (key_segment != 0) & (key_position <= position)
+
+
+def _tile(n: int) -> int:
+    """Rows of a block of n that the backward takes at once: what divides it, 512 at most."""
+    return next((tile for tile in (512, 384, 256) if n % tile == 0), min(n, LANES))
+
+
+def _part(i: Array, size: int) -> Any:
+    return pl.ds(pl.multiple_of(i * size, min(LANES, size)), size)
 
 
 def _tiles(n: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
-
-
-def _column(row: Int32[Array, "1 N"], width: int) -> Int32[Array, "N M"]:
-    """The row as a column, `width` times side by side."""
-    tile = jnp.broadcast_to(row, (128, row.shape[1])).T
-    return jnp.tile(tile, (1, -(-width // 128)))[:, :width]
 
 
 def _finite(top: Float32[Array, "1 M"]) -> Float32[Array, "1 M"]:

@@ -10,7 +10,7 @@ from pallas_kernels.mla.flash import LANES, Form, Plan, flash
 from pallas_kernels.target import why_not_on
 
 Q_BLOCK = 1024  # queries
-KV_BLOCK = 1024  # keys
+KV_BLOCK = 512  # keys
 STRIP = 16384  # queries whose dq stays in VMEM during the backward: 12 MB in fp32
 SMEM_STEPS = 40_000  # pairs of blocks, of three int32 each
 
