@@ -3,10 +3,10 @@
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.grouped_matmul import reference, tpu, tpu_mxfp4, xla
+from pallas_kernels.grouped_matmul import gpu, gpu_mxfp4, reference, tpu, tpu_mxfp4, xla
 
-IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
-MXFP4_IMPLS = {"tpu": tpu_mxfp4, "xla": xla, "reference": reference}
+IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
+MXFP4_IMPLS = {"tpu": tpu_mxfp4, "gpu": gpu_mxfp4, "xla": xla, "reference": reference}
 
 
 def grouped_matmul(

@@ -24,7 +24,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_mxfp4
 from pallas_kernels.mxfp4 import dequantize
 
 K, M = 3584, 3072
-IMPLS = ("tpu", "xla", "ragged_dot")
+IMPLS = ("tpu", "gpu", "xla", "ragged_dot")
 
 
 def product(impl: str) -> Callable[..., Array]:

@@ -3,11 +3,11 @@
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.kda_decode import reference, tpu, tpu_verify, xla
+from pallas_kernels.kda_decode import gpu, gpu_verify, reference, tpu, tpu_verify, xla
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 
-IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
-VERIFY_IMPLS = {"tpu": tpu_verify, "xla": xla, "reference": reference}
+IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
+VERIFY_IMPLS = {"tpu": tpu_verify, "gpu": gpu_verify, "xla": xla, "reference": reference}
 
 
 def kda_decode(

@@ -25,6 +25,7 @@ from pallas_kernels.kda_decode import kda_decode, kda_verify
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 from pallas_kernels.kda_decode.shapes import SHAPES, Shape
 
+IMPLS = ("tpu", "gpu", "xla")
 TARGET = {"v5p": 1.15, "v6e": 1.15, "tpu7x": 1.15}
 
 
@@ -55,7 +56,7 @@ def _decode(shape: Shape) -> Case:
         op = partial(kda_decode, decay_floor=-5.0, eps=1e-5, impl=impl)
         return op, (*_arrays(shape), array(shape.N, dtype=jnp.int32))
 
-    return Case(build, flops=shape.N * shape.H * 7 * shape.K**2, bytes=_bytes(shape, 0, 1), limit=TARGET)
+    return Case(build, flops=shape.N * shape.H * 7 * shape.K**2, bytes=_bytes(shape, 0, 1), impls=IMPLS, limit=TARGET)
 
 
 def _verify(shape: Shape, tokens: int) -> Case:
@@ -66,7 +67,7 @@ def _verify(shape: Shape, tokens: int) -> Case:
         return op, (x, x, rows, weights, pool, rows)
 
     flops = shape.N * shape.H * shape.K**2 * (8 * tokens + 1)
-    return Case(build, flops=flops, bytes=_bytes(shape, tokens, tokens), limit=TARGET)
+    return Case(build, flops=flops, bytes=_bytes(shape, tokens, tokens), impls=IMPLS, limit=TARGET)
 
 
 CASES = {name: _decode(shape) for name, shape in SHAPES.items()} | {

@@ -21,6 +21,7 @@ from pallas_kernels.mla import attention
 
 K, V = 192, 128
 TOKENS = 8192
+IMPLS = ("tpu", "gpu", "xla")
 WITHIN = {"v5p": 2.0, "tpu7x": 2.0}
 
 
@@ -41,9 +42,9 @@ def prefill_case(heads: int, backward: bool) -> Case:
     pairs, numbers = heads * TOKENS**2 / 2, 2 * heads * TOKENS  # bytes of one number per token and head
     forward = 2 * (K + V) * pairs
     if not backward:
-        return Case(partial(prefill, heads=heads, backward=False), forward, numbers * (2 * K + 2 * V), limit=WITHIN)
+        return Case(partial(prefill, heads=heads, backward=False), forward, numbers * (2 * K + 2 * V), IMPLS, WITHIN)
     flops = forward + 2 * (3 * K + 2 * V) * pairs
-    return Case(partial(prefill, heads=heads, backward=True), flops, numbers * 2 * (2 * K + 2 * V))
+    return Case(partial(prefill, heads=heads, backward=True), flops, numbers * 2 * (2 * K + 2 * V), IMPLS)
 
 
 CASES = {

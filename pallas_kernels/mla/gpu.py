@@ -21,6 +21,7 @@ from pallas_kernels.target import current, why_not_on
 Q_BLOCK = 128  # queries per program, forward
 KV_BLOCK = 64  # keys per step
 GRADIENT_BLOCK = 64  # queries and keys in the gradients, which hold twice as many tiles
+FP32_BLOCK = 16  # instead of all three: no matrix unit multiplies fp32 numbers, and registers hold both operands
 LOG2_E = math.log2(math.e)
 
 
@@ -28,6 +29,9 @@ class Form(NamedTuple):
     scale: float
     parts: tuple[tuple[int, int], ...]  # (offset, size) of the tiles of a key
     value_dim: int
+    q_block: int
+    kv_block: int
+    gradient_block: int
 
 
 class Places(NamedTuple):
@@ -63,9 +67,10 @@ def attention(
     q_segments = jnp.ones_like(q_positions) if q_segments is None else q_segments
     kv_segments = jnp.ones_like(kv_positions) if kv_segments is None else kv_segments
     T = q.shape[1]
-    places = Places(*(_pad(x, Q_BLOCK) for x in (q_segments, q_positions, kv_segments, kv_positions)))
-    form = Form(scale, _parts(q.shape[-1]), v.shape[-1])
-    return _flash(form, _pad(q, Q_BLOCK), _pad(k, Q_BLOCK), _pad(v, Q_BLOCK), places)[:, :T]
+    blocks = (FP32_BLOCK,) * 3 if q.dtype == jnp.float32 else (Q_BLOCK, KV_BLOCK, GRADIENT_BLOCK)
+    places = Places(*(_pad(x, max(blocks)) for x in (q_segments, q_positions, kv_segments, kv_positions)))
+    form = Form(scale, _parts(q.shape[-1]), v.shape[-1], *blocks)
+    return _flash(form, *(_pad(x, max(blocks)) for x in (q, k, v)), places)[:, :T]
 
 
 def _parts(size: int) -> tuple[tuple[int, int], ...]:
@@ -88,8 +93,8 @@ def _attend(form: Form, q: Array, k: Array, v: Array, places: Places) -> Array:
 def _forward(form: Form, q: Array, k: Array, v: Array, places: Places) -> tuple[Array, tuple[Any, ...]]:
     B, T, H, _ = q.shape
     out = jax.ShapeDtypeStruct((B, T, H, form.value_dim), v.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
-    call = _call(_forward_kernel, form, (T // Q_BLOCK, B, H), out, "mla_forward")
-    o, log_total = call(q, k, v, *places, *_spans(places, Q_BLOCK, KV_BLOCK))
+    call = _call(_forward_kernel, form, (T // form.q_block, B, H), out, "mla_forward")
+    o, log_total = call(q, k, v, *places, *_spans(places, form.q_block, form.kv_block))
     return o, (q, k, v, places, o, log_total)
 
 
@@ -97,7 +102,7 @@ def _backward(form: Form, kept: tuple[Any, ...], g: Float[Array, "B T H V"]) -> 
     """P = exp2(S - log_total), delta = g.o; dV = P'g, dS = scale P (g V' - delta), dQ = dS K, dK = dS'Q."""
     q, k, v, places, o, log_total = kept
     B, T, H, _ = q.shape
-    S, block = k.shape[1], GRADIENT_BLOCK
+    S, block = k.shape[1], form.gradient_block
     delta = jnp.einsum("bthv,bthv->bht", g.astype(jnp.float32), o.astype(jnp.float32))
     given = q, k, v, g, log_total, delta, *places
     first, last, from_key, to_key = _spans(places, block, block, both=True)
@@ -122,14 +127,14 @@ def _call(
 
 def _forward_kernel(form, q, k, v, q_seg, q_pos, k_seg, k_pos, first, last, o, log_total):
     i, b, h = (pl.program_id(axis) for axis in range(3))
-    rows = pl.ds(i * Q_BLOCK, Q_BLOCK)
+    rows = pl.ds(i * form.q_block, form.q_block)
     queries = _tiles(form, q, b, rows, h)
-    row_seg, row_pos = q_seg[b, rows], q_pos[b, rows]
+    row_seg, row_pos = q_seg[b, rows][:, None], q_pos[b, rows][:, None]
 
     def step(j, carry):
         top, total, acc = carry
-        keys = pl.ds(j * KV_BLOCK, KV_BLOCK)
-        seen = _seen(row_seg, row_pos, k_seg[b, keys], k_pos[b, keys])
+        keys = pl.ds(j * form.kv_block, form.kv_block)
+        seen = _seen(row_seg, row_pos, k_seg[b, keys][None], k_pos[b, keys][None])
         score = jnp.where(seen, _scores(form, queries, _tiles(form, k, b, keys, h)), -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(score, 1))
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -137,7 +142,7 @@ def _forward_kernel(form, q, k, v, q_seg, q_pos, k_seg, k_pos, first, last, o, l
         values = v[b, keys, h, :]
         return new_top, keep * total + jnp.sum(weight, 1), keep[:, None] * acc + _dot(weight.astype(values.dtype), values)
 
-    start = jnp.full((Q_BLOCK,), -jnp.inf), jnp.zeros((Q_BLOCK,)), jnp.zeros((Q_BLOCK, form.value_dim))
+    start = jnp.full((form.q_block,), -jnp.inf), jnp.zeros((form.q_block,)), jnp.zeros((form.q_block, form.value_dim))
     top, total, acc = jax.lax.fori_loop(first[b, i], last[b, i], step, start)
     divisor = jnp.where(total > 0, total, 1)
     o[b, rows, h, :] = (acc / divisor[:, None]).astype(o.dtype)
@@ -146,42 +151,44 @@ def _forward_kernel(form, q, k, v, q_seg, q_pos, k_seg, k_pos, first, last, o, l
 
 def _dq_kernel(form, q, k, v, g, log_total, delta, q_seg, q_pos, k_seg, k_pos, first, last, dq):
     i, b, h = (pl.program_id(axis) for axis in range(3))
-    rows = pl.ds(i * GRADIENT_BLOCK, GRADIENT_BLOCK)
+    rows = pl.ds(i * form.gradient_block, form.gradient_block)
     queries, g_rows = _tiles(form, q, b, rows, h), g[b, rows, h, :]
-    row_seg, row_pos, log_rows, delta_rows = q_seg[b, rows], q_pos[b, rows], log_total[b, h, rows], delta[b, h, rows]
+    row_seg, row_pos = q_seg[b, rows][:, None], q_pos[b, rows][:, None]
+    log_rows, delta_rows = log_total[b, h, rows][:, None], delta[b, h, rows][:, None]
 
     def step(j, sums):
-        keys = pl.ds(j * GRADIENT_BLOCK, GRADIENT_BLOCK)
-        seen = _seen(row_seg, row_pos, k_seg[b, keys], k_pos[b, keys])
+        keys = pl.ds(j * form.gradient_block, form.gradient_block)
+        seen = _seen(row_seg, row_pos, k_seg[b, keys][None], k_pos[b, keys][None])
         tiles = _tiles(form, k, b, keys, h)
         prob = _probabilities(form, queries, tiles, seen, log_rows)
         dprob = _dot(g_rows, v[b, keys, h, :].T)
-        dscore = jnp.where(seen, form.scale * prob * (dprob - delta_rows[:, None]), 0)
+        dscore = jnp.where(seen, form.scale * prob * (dprob - delta_rows), 0)
         return [total + _dot(dscore.astype(x.dtype), x) for total, x in zip(sums, tiles, strict=True)]
 
-    zeros = [jnp.zeros((GRADIENT_BLOCK, size)) for _, size in form.parts]
+    zeros = [jnp.zeros((form.gradient_block, size)) for _, size in form.parts]
     for (at, size), total in zip(form.parts, jax.lax.fori_loop(first[b, i], last[b, i], step, zeros), strict=True):
         dq[b, rows, h, pl.ds(at, size)] = total.astype(dq.dtype)
 
 
 def _dkv_kernel(form, q, k, v, g, log_total, delta, q_seg, q_pos, k_seg, k_pos, first, last, dk, dv):
+    """Scores are kept as [keys, queries]: both products that sum over queries take them as they are."""
     j, b, h = (pl.program_id(axis) for axis in range(3))
-    keys = pl.ds(j * GRADIENT_BLOCK, GRADIENT_BLOCK)
+    keys = pl.ds(j * form.gradient_block, form.gradient_block)
     tiles, values = _tiles(form, k, b, keys, h), v[b, keys, h, :]
     key_seg, key_pos = k_seg[b, keys], k_pos[b, keys]
 
     def step(i, sums):
         dk_sums, dv_sum = sums
-        rows = pl.ds(i * GRADIENT_BLOCK, GRADIENT_BLOCK)
+        rows = pl.ds(i * form.gradient_block, form.gradient_block)
         queries, g_rows = _tiles(form, q, b, rows, h), g[b, rows, h, :]
-        seen = _seen(q_seg[b, rows], q_pos[b, rows], key_seg, key_pos)
-        prob = _probabilities(form, queries, tiles, seen, log_total[b, h, rows])
-        dprob = _dot(g_rows, values.T)
-        dscore = jnp.where(seen, form.scale * prob * (dprob - delta[b, h, rows][:, None]), 0)
-        dk_sums = [total + _dot(dscore.astype(x.dtype).T, x) for total, x in zip(dk_sums, queries, strict=True)]
-        return dk_sums, dv_sum + _dot(prob.astype(g_rows.dtype).T, g_rows)
+        seen = _seen(q_seg[b, rows][None], q_pos[b, rows][None], key_seg[:, None], key_pos[:, None])
+        prob = _probabilities(form, tiles, queries, seen, log_total[b, h, rows][None])
+        dprob = _dot(values, g_rows.T)
+        dscore = jnp.where(seen, form.scale * prob * (dprob - delta[b, h, rows][None]), 0)
+        dk_sums = [total + _dot(dscore.astype(x.dtype), x) for total, x in zip(dk_sums, queries, strict=True)]
+        return dk_sums, dv_sum + _dot(prob.astype(g_rows.dtype), g_rows)
 
-    zeros = [jnp.zeros((GRADIENT_BLOCK, size)) for _, size in form.parts], jnp.zeros((GRADIENT_BLOCK, form.value_dim))
+    zeros = [jnp.zeros((form.gradient_block, size)) for _, size in form.parts], jnp.zeros((form.gradient_block, form.value_dim))
     dk_sums, dv_sum = jax.lax.fori_loop(first[b, j], last[b, j], step, zeros)
     for (at, size), total in zip(form.parts, dk_sums, strict=True):
         dk[b, keys, h, pl.ds(at, size)] = total.astype(dk.dtype)
@@ -193,17 +200,17 @@ def _tiles(form: Form, x: Any, b: Array, tokens: Any, h: Array) -> list[Float[Ar
 
 
 def _seen(row_seg: Array, row_pos: Array, key_seg: Array, key_pos: Array) -> Bool[Array, "m n"]:
-    return (row_seg[:, None] == key_seg[None]) & (key_seg[None] != 0) & (key_pos[None] <= row_pos[:, None])
+    return (row_seg == key_seg) & (key_seg != 0) & (key_pos <= row_pos)
 
 
-def _scores(form: Form, queries: list[Array], keys: list[Array]) -> Float32[Array, "m n"]:
-    """Scaled, in units of log 2."""
-    total = sum((_dot(x, y.T) for x, y in zip(queries, keys, strict=True)), jnp.zeros((), jnp.float32))
+def _scores(form: Form, a: list[Array], b: list[Array]) -> Float32[Array, "m n"]:
+    """Of m queries and n keys, or the reverse; scaled, in units of log 2."""
+    total = sum((_dot(x, y.T) for x, y in zip(a, b, strict=True)), jnp.zeros((), jnp.float32))
     return total * (form.scale * LOG2_E)
 
 
-def _probabilities(form: Form, queries: list[Array], keys: list[Array], seen: Array, log_total: Array) -> Float32[Array, "m n"]:
-    return jnp.where(seen, jnp.exp2(_scores(form, queries, keys) - log_total[:, None]), 0)
+def _probabilities(form: Form, a: list[Array], b: list[Array], seen: Array, log_total: Array) -> Float32[Array, "m n"]:
+    return jnp.where(seen, jnp.exp2(_scores(form, a, b) - log_total), 0)
 
 
 def _dot(a: Array, b: Array) -> Float32[Array, "m n"]:

@@ -23,9 +23,9 @@ multiply = jax.jit(grouped_matmul, static_argnames="impl")
 
 @pytest.fixture(autouse=True)
 def interpreted(request):
-    """TPU kernels run in Pallas's interpreter."""
+    """Kernels for TPUs and GPUs run in Pallas's interpreter."""
     impl = getattr(request.node, "callspec", None) and request.node.callspec.params.get("impl")
-    with target("tpu", interpret=True) if impl == "tpu" else nullcontext():
+    with target(impl, interpret=True) if impl in ("tpu", "gpu") else nullcontext():
         yield
 
 any_sizes = pytest.mark.parametrize(

@@ -21,8 +21,9 @@ EPS = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def kernels_run_interpreted():
-    with target("tpu", interpret=True):
+def kernels_run_interpreted(request):
+    impl = getattr(request.node, "callspec", None) and request.node.callspec.params.get("impl")
+    with target("gpu" if impl == "gpu" else "tpu", interpret=True):
         yield
 
 
