@@ -50,8 +50,8 @@ def kda(
         resets = jnp.cumsum(tokens.pop().reshape(len(q), -1, 1, C), -1, dtype=jnp.int32)
     *by_head, beta = (jnp.moveaxis(x, 2, 1) for x in tokens)
     beta = beta.reshape(*beta.shape[:2], -1, 1, C)
-    o, last = _chunks(tiling(decay_floor, q.dtype), *by_head, beta, resets, jnp.swapaxes(state, 2, 3))
-    return off_grid(jnp.moveaxis(o, 1, 2)), jnp.swapaxes(last, 2, 3)
+    o, last = _chunks(tiling(decay_floor, q.dtype), *by_head, beta, resets, state)
+    return off_grid(jnp.moveaxis(o, 1, 2)), last
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

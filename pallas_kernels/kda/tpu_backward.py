@@ -28,11 +28,11 @@ from pallas_kernels.kda.tpu_chunk import (
     early,
     early_by_rows,
     in_columns,
+    in_late_half,
     in_order,
     inverse,
     late,
     late_by_rows,
-    late_groups,
     masked,
     masks,
     merged,
@@ -41,7 +41,7 @@ from pallas_kernels.kda.tpu_chunk import (
     sibling,
     steps,
 )
-from pallas_kernels.kda.tpu_forward import tokens_of
+from pallas_kernels.kda.tpu_forward import applied, tokens_of
 from pallas_kernels.target import current
 
 ABREAST = 2  # chunks at a time
@@ -54,9 +54,9 @@ def backward(
     log_decay: Float32[Array, "B H T K"],
     beta: Float32[Array, "B H N 1 C"],
     resets: Int32[Array, "B N 1 C"] | None,
-    states: Float32[Array, "B H N V K"],
+    states: Float32[Array, "B H N K V"],
     do: Float[Array, "B H T V"],
-    dstate: Float32[Array, "B H V K"],
+    dstate: Float32[Array, "B H K V"],
     *,
     tiles: Tiling,
 ) -> list[Array]:
@@ -73,9 +73,9 @@ def backward(
     def by_chunk(*sizes):
         return pl.BlockSpec((None, None, n, *sizes), lambda b, h, i: (b, h, end - i, 0, 0))
 
-    whole = pl.BlockSpec((None, None, V, K), lambda b, h, i: (b, h, 0, 0))
+    whole = pl.BlockSpec((None, None, K, V), lambda b, h, i: (b, h, 0, 0))
     given = [(q, by_token(K)), (k, by_token(K)), (v, by_token(V)), (log_decay, by_token(K)), (beta, by_chunk(1, C))]
-    inputs = [*given, (states, by_chunk(V, K)), (do, by_token(V)), (dstate, whole)]
+    inputs = [*given, (states, by_chunk(K, V)), (do, by_token(V)), (dstate, whole)]
     if resets is not None:
         inputs.append((resets, pl.BlockSpec((None, n, 1, C), lambda b, h, i: (b, end - i, 0, 0))))
     outputs = [*given, (dstate, whole)]
@@ -107,58 +107,58 @@ def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool) -> None:
         chunks = [step.chunks - 1 - c for c in step.of(i)]
         at = [pl.ds(pl.multiple_of(c * C, C), C) for c in chunks]
         pairs = [masks(tiles, resets_ref[c]) for c in chunks] if resets_ref is not None else [masks(tiles, None)] * step.abreast
-        last = [masked(pairs[j].last_reads, decays(log_decay_ref.at[at[j]], powers_ref.at[j], rows_ref.at[j], tiles)) for j in each]
-        x = [tokens_of(at[j], q_ref, k_ref, beta_ref[chunks[j]], powers_ref.at[j], rows_ref.at[j], pairs[j], tiles) for j in each]
+        powers, rows = ([ref.at[j] for j in each] for ref in (powers_ref, rows_ref))
+        last = [masked(pairs[j].last_reads, decays(log_decay_ref.at[at[j]], powers[j], rows[j], tiles)) for j in each]
+        x = [tokens_of(at[j], q_ref, k_ref, beta_ref[chunks[j]], powers[j], rows[j], pairs[j], tiles) for j in each]
         A, L = zip(*(products(x[j], pairs[j], tiles, dtype) for j in each), strict=True)
         solve = [inverse(L[j], pairs[j], tiles, dtype) for j in each]
-        state = [before_ref[c] for c in chunks]
-        error = [v_ref[at[j], :].astype(jnp.float32) - dot(x[j].k_read, state[j], dtype, across=1) for j in each]
-        write = [dot(solve[j], error[j], dtype) for j in each]
-        seen = [dot(solve[j], x[j].k_read, dtype) for j in each]
-        do_st = [do_ref[a, :].T for a in at]
-        dread = [dot(do_st[j], A[j], dtype) for j in each]
-        through = [dot(do_st[j], x[j].q_read, dtype) for j in each]
+        wanted, seen = zip(*(applied(solve[j], v_ref[at[j], :], x[j].k_read, dtype) for j in each), strict=True)
+        state, do = [before_ref[c] for c in chunks], [do_ref[a, :].astype(jnp.float32) for a in at]
+        write = [wanted[j] - dot(seen[j], state[j], dtype) for j in each]
 
-        dnexts, dwrites = [dstate_ref[...]], []
+        reads = [rows_of(A[j].T, x[j].q_read.T) for j in each]
+        dread = [dot(reads[j], do[j], dtype) for j in each]
+        writes = [rows_of(solve[j].T, seen[j].T) for j in each]
+        decay = [in_columns(last[j], dstate_ref.shape[1]) for j in each]
+        dnexts, derror = [dstate_ref[...]], []
         for j in each:
-            dwrites.append(dread[j] + dot(dnexts[j], x[j].w_keep, dtype, across=1))
-            dnexts.append(dnexts[j] * last[j] + through[j] - dot(dwrites[j], seen[j], dtype))
+            dwrite = dread[j][:C] + dot(x[j].w_keep, dnexts[j], dtype)
+            dwritten = dot(writes[j], dwrite, dtype)
+            derror.append(dwritten[:C])
+            dnexts.append(dnexts[j] * decay[j] + dread[j][C:] - dwritten[C:])
         dstate_ref[...] = dnexts.pop()
-        dlast = [last[j] * jnp.sum(state[j] * dnexts[j], 0, keepdims=True) for j in each]
-        dseen = [(-dot(dwrites[j], solve[j], dtype)).astype(dtype).T for j in each]
-        do = [do_ref[a, :] for a in at]
-        passed = [_Passed(rows_of(do[j], dseen[j]), write[j], state[j], dnexts[j]) for j in each]
-        grads = [_token_gradients(x[j], passed[j], rows_ref.at[j], pairs[j], tiles, dtype) for j in each]
+        dlast = [last[j] * jnp.sum((state[j] * dnexts[j]).T, 0, keepdims=True) for j in each]
+        passed = [_Passed(rows_of(do[j], -derror[j]), write[j], state[j], dnexts[j]) for j in each]
+        grads = [_token_gradients(x[j], passed[j], rows[j], pairs[j], tiles, dtype) for j in each]
         for j in each:
             q, k = q_ref[at[j], :].astype(jnp.float32), k_ref[at[j], :].astype(jnp.float32)
             beta = in_columns(beta_ref[chunks[j]], k.shape[1])
-            reads, writes = in_order(powers_ref.at[j], 0, tiles), in_order(powers_ref.at[j], 1, tiles)
-            same = jnp.sum(do[j].astype(jnp.float32) * write[j], 1, keepdims=True)  # of the pairs t = s, which no decay enters
+            reads, writes = in_order(powers[j], 0, tiles), in_order(powers[j], 1, tiles)
+            same = jnp.sum(do[j] * write[j], 1, keepdims=True)  # of the pairs t = s, which no decay enters
             dbeta_k = grads[j].w * writes + same * q
             dq_ref[at[j], :] = (grads[j].q * reads + same * (beta * k)).astype(dq_ref.dtype)
             dk_ref[at[j], :] = (grads[j].k * reads + dbeta_k * beta).astype(dk_ref.dtype)
-            dv_ref[at[j], :] = (-dseen[j].astype(jnp.float32)).astype(dv_ref.dtype)
+            dv_ref[at[j], :] = derror[j].astype(dv_ref.dtype)
             dbeta_ref[chunks[j]] = jnp.sum((dbeta_k * k).T, 0, keepdims=True)
-            for g in range(tiles.groups):
-                rows = grads[j].power[g * tiles.group : (g + 1) * tiles.group]
-                powers_ref[j, 0, g * PITCH : g * PITCH + tiles.group] = rows
+            for g in range(tiles.number):
+                part = grads[j].power[g * tiles.size : (g + 1) * tiles.size]
+                powers_ref[j, 0, g * PITCH : g * PITCH + tiles.size] = part
         for j in each:
-            dbegin, dend = _tile_gradients(grads[j].rows, dlast[j], tiles)
-            given, out = log_decay_ref.at[at[j]], dlog_decay_ref.at[at[j]]
-            _log_decay_gradient(given, powers_ref.at[j], dbegin, dend, tiles, out)
+            dtile = _tile_gradients(grads[j].rows, dlast[j], tiles)
+            _log_decay_gradient(log_decay_ref.at[at[j]], powers[j], dtile, tiles, dlog_decay_ref.at[at[j]])
 
     step.run(some)
 
 
 class _Passed(NamedTuple):
-    dread: Float[Array, "2C V"]  # the gradient of what q and what k read of the state
+    dread: Float32[Array, "2C V"]  # the gradient of what q and what k read of the state
     write: Float32[Array, "C V"]
-    state: Float32[Array, "V K"]
-    dnext: Float32[Array, "V K"]
+    state: Float32[Array, "K V"]
+    dnext: Float32[Array, "K V"]
 
 
 class _Gradients(NamedTuple):
-    """Of the tokens as readers and as writers, and of D, without the pairs t = s; of the logarithm of each row."""
+    """Of the tokens as readers and as writers, and of G, without the pairs t = s; of the logarithm of each row."""
 
     q: Float32[Array, "C K"]
     k: Float32[Array, "C K"]
@@ -169,8 +169,8 @@ class _Gradients(NamedTuple):
 
 def _token_gradients(x: Tokens, passed: _Passed, rows: Any, pairs: Masks, tiles: Tiling, dtype: Any) -> _Gradients:
     read, keep = rows.at[tiles.read], rows.at[tiles.keep]
-    dq_read, dk_read = jnp.split(dot(passed.dread, passed.state, dtype), 2)
-    dw_keep = dot(passed.write, passed.dnext, dtype)
+    dq_read, dk_read = jnp.split(dot(passed.dread, passed.state, dtype, across=1), 2)
+    dw_keep = dot(passed.write, passed.dnext, dtype, across=1)
     reads, keeps = x.q_read * dq_read + x.k_read * dk_read, x.w_keep * dw_keep
     dA, dL = jnp.split(dot(passed.dread, passed.write, dtype, across=1), 2)
     dA_st, dL_st = jnp.split(dot(passed.write, passed.dread, dtype, across=1), 2, 1)
@@ -191,56 +191,42 @@ def _token_gradients(x: Tokens, passed: _Passed, rows: Any, pairs: Masks, tiles:
         dlevel = columns_of(masked(pairs.levels_st[i], early(dA_st, half)), masked(pairs.levels_st[i], early(dL_st, half)))
         dw_level = dot(dlevel, rows_of(merged(none, q, half), merged(none, k, half)), dtype)
         read_part, written_part = q * dq_level + k * dk_level, w * dw_level
-        drows.append(_group_sums(merged(written_part, read_part, half), tiles))
+        drows.append(_tile_sums(merged(written_part, read_part, half), tiles))
         dpower += merged(-written_part, read_part, half)
         dq += merged(none, late_by_rows(dq_level, rows.at[i], tiles, half), half)
         dk += merged(none, late_by_rows(dk_level, rows.at[i], tiles, half), half)
         dw += merged(early_by_rows(dw_level, rows.at[i], tiles, half), none, half)
-    drows += [_group_sums(reads, tiles), _group_sums(keeps, tiles)]
+    drows += [_tile_sums(reads, tiles), _tile_sums(keeps, tiles)]
     return _Gradients(dq, dk, dw, dpower, drows)
 
 
-def _group_sums(x: Float32[Array, "C K"], tiles: Tiling) -> Float32[Array, "n K"]:
-    return jnp.sum(x.reshape(tiles.groups, tiles.group, x.shape[1]), 1)
+def _tile_sums(x: Float32[Array, "C K"], tiles: Tiling) -> Float32[Array, "n K"]:
+    return jnp.sum(x.reshape(tiles.number, tiles.size, x.shape[1]), 1)
 
 
-def _tile_gradients(
-    drows: list[Float32[Array, "n K"]], dlast: Float32[Array, "1 K"], tiles: Tiling
-) -> tuple[Float32[Array, "n K"], Float32[Array, "n K"]]:
-    """Gradients of the log decays from the begin of each group's tile to its middle, and from there to its end: the chain of
-    products in `decays`, backwards."""
+def _tile_gradients(drows: list[Float32[Array, "n K"]], dlast: Float32[Array, "1 K"], tiles: Tiling) -> Float32[Array, "n K"]:
+    """Gradient of each tile's sum of log decays: the chain of products in `decays`, backwards."""
     *dlevels, dbegin, dend = drows
-    group = lax.broadcasted_iota(jnp.int32, dbegin.shape, 0)
-    dwhole = jnp.where(group == 0, dlast, 0.0)
+    tile = lax.broadcasted_iota(jnp.int32, dbegin.shape, 0)
+    dwhole = jnp.where(tile == 0, dlast, 0.0)
     for half, drow in reversed(list(zip(tiles.levels, dlevels, strict=True))):
-        is_late = late_groups(tiles, half)
+        is_late = in_late_half(tiles, half)
         dother = jnp.where(is_late, dbegin, dend) + dwhole
-        dwhole += sibling(dother, is_late, half // tiles.group)
+        dwhole += sibling(dother, is_late, half // tiles.size)
         dbegin += jnp.where(is_late, drow, 0.0)
         dend += jnp.where(is_late, 0.0, drow)
-    return dbegin + dwhole, dend + dwhole
+    return dend + dwhole
 
 
-def _log_decay_gradient(
-    log_decay: Any, dpowers: Any, dbegin: Float32[Array, "n K"], dend: Float32[Array, "n K"], tiles: Tiling, out: Any
-) -> None:
-    """Writes the gradient of log_decay. Within a tile, a log decay before the middle enters D of the tokens before it, negated,
-    one behind the middle that of the tokens from it on."""
-    group, n = tiles.group, tiles.groups
-    dpower = [dpowers.at[0][pl.ds(p, n, stride=PITCH), :] for p in range(group)]
-    if tiles.size == group:
-        before, behind = dbegin, dend + sum(dpower)
-        base = [before] * (group // 2) + [behind] * (group // 2)
-    else:
-        is_late = late_groups(tiles, group)
-        dbegin += jnp.where(is_late, 0.0, sibling(dbegin, is_late, 1))
-        dend += jnp.where(is_late, sibling(dend, is_late, 1), 0.0)
-        base = [jnp.where(is_late, dend + sum(dpower), dbegin)] * group
-    earlier = jnp.zeros_like(dbegin)
-    for p in range(group):
-        at = pl.ds(p, n, stride=group)
-        gradient = base[p] - earlier
-        if not tiles.promised:
-            gradient *= jnp.exp(jnp.minimum(log_decay[at, :] - tiles.floor, 0.0))
-        out[at, :] = gradient
-        earlier += dpower[p]
+def _log_decay_gradient(log_decay: Any, dpowers: Any, dtile: Float32[Array, "n K"], tiles: Tiling, out: Any) -> None:
+    """Writes the gradient of log_decay, which enters the sum of its tile and G of the tokens from its own on."""
+    size, n = tiles.size, tiles.number
+    dpower = [dpowers.at[0][pl.ds(p, n, stride=PITCH), :] for p in range(size)]
+    gradient = dtile + sum(dpower)
+    for p in range(size):
+        at = pl.ds(p, n, stride=size)
+        if tiles.promised:
+            out[at, :] = gradient
+        else:
+            out[at, :] = gradient * jnp.exp(jnp.minimum(log_decay[at, :] - tiles.floor, 0.0))
+        gradient -= dpower[p]

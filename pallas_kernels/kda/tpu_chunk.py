@@ -1,22 +1,23 @@
 """What the forward and the backward TPU kernel share: decay factors, pair products and the triangular inverse of one chunk.
 
-Every decay between two tokens is split at points where both sides are finite. A chunk of C tokens is cut into tiles, small enough
-that no sum of log decays from the middle of one to its begin or end is below -80. D_t is the sum of log decays from the middle of
-t's tile to t, negative behind the middle and positive before it, so that a token stands for
+Every decay between two tokens is split at a point where both sides are finite. A chunk of C tokens is cut into tiles of 16, 8 or
+4, small enough that no sum of log decays within one is below -80. With G_t the sum from the begin of t's tile to t (inclusive)
+and c = e^40, which moves the factors to the middle of the range of exponents, a token stands for
 
-    as a reader   q e^D, k e^D
-    as a writer   beta k e^-D
+    as a reader   q c e^G, k c e^G
+    as a writer   beta k e^-G / c
 
-and a pair of one tile is a product of these. For pairs of different tiles take the smallest aligned block of 2, 4, 8 ... tiles
-that holds both (its `level`): the reader is in its later half and decays from the middle of the block, the writer is in the
-earlier half and decays up to there. That is the token's factor times one of its tile, <= 1 together: a row per tile, not a number
-per token, as are the factors from the chunk's begin to the reader and from the writer to the chunk's end.
+and a pair of one tile is a product of these: a function of earlier tokens only, bit for bit. For pairs of different tiles take
+the smallest aligned block of 2, 4, 8 ... tiles that holds both (its `level`): the reader is in its later half and decays from the
+middle of the block, the writer is in the earlier half and decays up to there. That is the token's factor times one of its tile: a
+row per tile, not a number per token, as are the factors from the chunk's begin to the reader and from the writer to its end.
 
-Sums run over registers: read with a stride, the log decays come with token p of every group of tokens in register p. Only e^D and
-e^-D are brought back into the order of tokens, by stores with a stride.
+Sums run over registers: read with a stride, the log decays come with token p of every tile in register p. Only c e^G and e^-G / c
+are brought back into the order of tokens, by stores with a stride.
 """
 
 from collections.abc import Callable, Sequence
+from math import exp
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,11 +27,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
 C = 128  # tokens of a chunk: the width of a vector register, so that a [C, C] array fills registers
-RANGE = 80.0  # nats from the middle of a tile to its ends: e^80 and e^-80 are normal numbers in fp32 and bf16
+RANGE = 80.0  # nats that a tile may decay
+SHIFT = RANGE / 2  # log c: small components of k and beta remain normal numbers, in fp32 and bf16, times e^40 and e^-40
 LIMIT = {jnp.dtype(jnp.float32): -20.0, jnp.dtype(jnp.bfloat16): -10.0}  # e^limit is below the rounding of a product
 VMEM = 32 * 2**20  # bytes that XLA leaves to a kernel: about twice of what the backward takes for K = V = 256
 SMALL = 8  # tokens whose triangle is inverted by substitution: the rows of one register
-PITCH = 24  # rows between groups where e^D is stored: rows 0, 24, 48, 72 lie in different banks of VMEM, as 0, 16, 32, 48 do not
+PITCH = 24  # rows between tiles where powers are stored: rows 0, 24, 48, 72 lie in different banks of VMEM, 0, 16, 32 do not
 
 
 class Tiling(NamedTuple):
@@ -41,13 +43,8 @@ class Tiling(NamedTuple):
     promised: bool
 
     @property
-    def group(self) -> int:
-        """Tokens per group of registers: at most 16, so that there are 8 groups or more."""
-        return min(self.size, 16)
-
-    @property
-    def groups(self) -> int:
-        return C // self.group
+    def number(self) -> int:
+        return C // self.size
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -57,7 +54,7 @@ class Tiling(NamedTuple):
     @property
     def inner(self) -> tuple[int, ...]:
         """The same within a tile, down to SMALL."""
-        return tuple(SMALL << i for i in range((self.size // SMALL).bit_length() - 1))
+        return tuple(SMALL << i for i in range((self.size // SMALL).bit_length() - 1)) if self.size > SMALL else ()
 
     @property
     def read(self) -> int:
@@ -70,16 +67,16 @@ class Tiling(NamedTuple):
         return len(self.levels) + 1
 
     def scratch(self, chunks: int, K: int) -> list[Any]:
-        """VMEM for e^D and e^-D (`powers`) and for the rows (`rows`)."""
+        """VMEM for c e^G and e^-G / c (`powers`) and for the rows (`rows`)."""
         return [
-            pltpu.VMEM((chunks, 2, self.groups * PITCH, K), jnp.float32),
-            pltpu.VMEM((chunks, len(self.levels) + 2, self.groups, K), jnp.float32),
+            pltpu.VMEM((chunks, 2, self.number * PITCH, K), jnp.float32),
+            pltpu.VMEM((chunks, len(self.levels) + 2, self.number, K), jnp.float32),
         ]
 
 
 class Steps(NamedTuple):
-    """chunks: of a grid step, enough that fetching those of the next one takes no longer; abreast: of them at a time, so that one's
-    products run while others wait for theirs."""
+    """chunks: of a grid step, enough that fetching those of the next takes no longer; abreast: of them at a time, so that
+    products of one run while others wait for theirs."""
 
     chunks: int
     abreast: int
@@ -106,7 +103,7 @@ def tiling(decay_floor: float | None, dtype: Any) -> Tiling:
     """The largest tiles for decays above `decay_floor` (None: unbounded)."""
     limit = LIMIT[jnp.dtype(dtype)]
     floor = limit if decay_floor is None else max(decay_floor, limit)
-    size = next(size for size in (32, 16, 8) if -floor * size / 2 <= RANGE)
+    size = next(size for size in (16, 8, 4) if -floor * size <= RANGE)
     return Tiling(size, floor, floor == decay_floor)
 
 
@@ -139,13 +136,13 @@ def merged(earlier: Float[Array, "C/2 J"], later: Float[Array, "C/2 J"], half: i
     return rows_of(*(x[i : i + half] for i in range(0, C // 2, half) for x in (earlier, later)))
 
 
-def late_groups(tiles: Tiling, half: int) -> Array:
-    group = lax.broadcasted_iota(jnp.int32, (tiles.groups, 1), 0)
-    return group // (half // tiles.group) % 2 == 1
+def in_late_half(tiles: Tiling, half: int) -> Array:
+    """Of each tile, whether it is in the later half of its block."""
+    return lax.broadcasted_iota(jnp.int32, (tiles.number, 1), 0) // (half // tiles.size) % 2 == 1
 
 
 def sibling(x: Float32[Array, "n K"], is_late: Array, by: int) -> Float32[Array, "n K"]:
-    """Each group's row at its place in the other half of the block, which begins `by` groups before or after."""
+    """Each tile's row at its place in the other half of the block, which begins `by` tiles before or after."""
     return jnp.where(is_late, pltpu.roll(x, by, 0), pltpu.roll(x, len(x) - by, 0))
 
 
@@ -154,29 +151,19 @@ def decays(log_decay: Any, powers: Any, rows: Any, tiles: Tiling) -> Float32[Arr
 
     log_decay: a ref [C, K].
     """
-    group, n = tiles.group, tiles.groups
-    given = [jnp.maximum(log_decay[pl.ds(p, n, stride=group), :], tiles.floor) for p in range(group)]
-    if tiles.size == group:
-        middle = group // 2
-        behind, before = _sums(given[middle:]), _sums(given[middle - 1 :: -1])
-        power = [*(-x for x in before[-2::-1]), jnp.zeros_like(given[0]), *behind]
-        begin, end = jnp.exp(before[-1]), jnp.exp(behind[-1])
-    else:
-        behind, before = _sums(given), _sums(given[:0:-1])
-        is_late = late_groups(tiles, group)
-        power = [jnp.where(is_late, b, -a) for a, b in zip([*before[::-1], jnp.zeros_like(given[0])], behind, strict=True)]
-        whole = jnp.exp(behind[-1])
-        other = sibling(whole, is_late, 1)
-        begin, end = jnp.where(is_late, other, whole), jnp.where(is_late, whole, other)
-    for p in range(group):
+    size, n = tiles.size, tiles.number
+    total = SHIFT
+    for p in range(size):
+        total += jnp.maximum(log_decay[pl.ds(p, n, stride=size), :], tiles.floor)
         at = pl.ds(p, n, stride=PITCH)
-        powers.at[0][at, :] = jnp.exp(power[p])
-        powers.at[1][at, :] = jnp.exp(-power[p])
-    whole = begin * end
+        powers.at[0][at, :] = jnp.exp(total)
+        powers.at[1][at, :] = jnp.exp(-total)
+    begin, end = jnp.full(total.shape, exp(-SHIFT), jnp.float32), jnp.exp(total)
+    whole = jnp.exp(total - SHIFT)
     for level, half in enumerate(tiles.levels):
-        is_late = late_groups(tiles, half)
+        is_late = in_late_half(tiles, half)
         rows[level] = jnp.where(is_late, begin, end)
-        other = sibling(whole, is_late, half // group)
+        other = sibling(whole, is_late, half // size)
         begin *= jnp.where(is_late, other, 1.0)
         end *= jnp.where(is_late, 1.0, other)
         whole *= other
@@ -184,32 +171,24 @@ def decays(log_decay: Any, powers: Any, rows: Any, tiles: Tiling) -> Float32[Arr
     return whole[:1]
 
 
-def _sums(x: Sequence[Array]) -> list[Array]:
-    """Of the first, the first two, ... all."""
-    sums = [x[0]]
-    for y in x[1:]:
-        sums.append(sums[-1] + y)
-    return sums
-
-
 def in_order(powers: Any, which: int, tiles: Tiling) -> Float32[Array, "C K"]:
-    """e^D (which = 0) or e^-D (1), token after token."""
-    return rows_of(*(powers[which, i * PITCH : i * PITCH + tiles.group] for i in range(tiles.groups)))
+    """c e^G (which = 0) or e^-G / c (1), token after token."""
+    return rows_of(*(powers[which, i * PITCH : i * PITCH + tiles.size] for i in range(tiles.number)))
 
 
-def by_rows(x: Float32[Array, "I K"], rows: Any, tiles: Tiling, groups: Sequence[int] | None = None) -> Float32[Array, "I K"]:
-    """Tokens times the row of their group; x holds those of `groups`, or all."""
-    group = tiles.group
-    groups = range(tiles.groups) if groups is None else groups
-    return rows_of(*(x[i * group : (i + 1) * group] * rows[j : j + 1] for i, j in enumerate(groups)))
+def by_rows(x: Float32[Array, "I K"], rows: Any, tiles: Tiling, which: Sequence[int] | None = None) -> Float32[Array, "I K"]:
+    """Tokens times the row of their tile; x holds those of the tiles `which`, or all."""
+    size = tiles.size
+    which = range(tiles.number) if which is None else which
+    return rows_of(*(x[i * size : (i + 1) * size] * rows[j : j + 1] for i, j in enumerate(which)))
 
 
 def late_by_rows(x: Float32[Array, "C/2 K"], rows: Any, tiles: Tiling, half: int) -> Float32[Array, "C/2 K"]:
-    return by_rows(x, rows, tiles, [j for j in range(tiles.groups) if j * tiles.group // half % 2 == 1])
+    return by_rows(x, rows, tiles, [j for j in range(tiles.number) if j * tiles.size // half % 2 == 1])
 
 
 def early_by_rows(x: Float32[Array, "C/2 K"], rows: Any, tiles: Tiling, half: int) -> Float32[Array, "C/2 K"]:
-    return by_rows(x, rows, tiles, [j for j in range(tiles.groups) if j * tiles.group // half % 2 == 0])
+    return by_rows(x, rows, tiles, [j for j in range(tiles.number) if j * tiles.size // half % 2 == 0])
 
 
 class Masks(NamedTuple):
@@ -245,7 +224,8 @@ def masks(tiles: Tiling, resets: Int32[Array, "1 C"] | None) -> Masks:
         one_block = None if half == C // 2 else bits(row // half == lane // (2 * half))
         return _both(one_block, None if same is None else part(same, half))
 
-    inner = tuple(_both(bits(row // half * 2 == lane // half), None if same is None else late(same, half)) for half in tiles.inner)
+    own = [bits(row // half * 2 == lane // half) for half in tiles.inner]
+    inner = tuple(_both(m, None if same is None else late(same, half)) for m, half in zip(own, tiles.inner, strict=True))
     upto, before, after = (_both(bits(one_tile & m), same) for m in (t >= s, t > s, t < s))
     levels, levels_st = (tuple(blocks(half, part) for half in tiles.levels) for part in (late, early))
     return Masks(upto, before, after, inner, levels, levels_st, reads, keeps, last_reads)
@@ -267,10 +247,9 @@ def masked(mask: Int32[Array, "..."] | None, x: Float32[Array, "..."]) -> Float3
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & mask, jnp.float32)
 
 
-def in_columns(row: Float32[Array, "1 C"], width: int) -> Float32[Array, "C width"]:
-    """A number per token, across the lanes of its row."""
-    column = jnp.broadcast_to(row, (C, C)).T
-    return column if width == C else columns_of(*[column] * (width // C))
+def in_columns(row: Float32[Array, "1 R"], width: int) -> Float32[Array, "R width"]:
+    """A number per row, in all its lanes."""
+    return jnp.broadcast_to(row, (width, row.shape[1])).T
 
 
 class Tokens(NamedTuple):
@@ -320,14 +299,18 @@ def inverse(L: list[Float32[Array, "R C"]], pairs: Masks, tiles: Tiling, dtype: 
     lane = lax.broadcasted_iota(jnp.int32, (SMALL, C), 1)
     row = lax.broadcasted_iota(jnp.int32, (SMALL, C), 0)
     own = [bits(lane // SMALL == i) for i in range(C // SMALL)]
-    block = sum(masked(mask, L[0][i * SMALL : (i + 1) * SMALL]) for i, mask in enumerate(own))
+    levels, small = list(zip(tiles.levels, L[1:], strict=True)), L[0]
+    if tiles.size < SMALL:
+        _, part = levels.pop(0)
+        small = merged(early(small, tiles.size), late(small, tiles.size) + part, tiles.size)
+    block = sum(masked(mask, small[i * SMALL : (i + 1) * SMALL]) for i, mask in enumerate(own))
     solved = jnp.where(lane % SMALL == row, 1.0, 0.0)
     for s in range(SMALL - 1):
         column = jnp.take_along_axis(block, lane // SMALL * SMALL + s, axis=1)
         solved -= column * solved[s : s + 1]
     whole = rows_of(*(masked(mask, solved) for mask in own))
     inner = [(half, masked(mask, late(L[0], half))) for half, mask in zip(tiles.inner, pairs.inner, strict=True)]
-    for half, part in [*inner, *zip(tiles.levels, L[1:], strict=True)]:
+    for half, part in [*inner, *levels]:
         inside = dot(part, whole, dtype)
         later = late(whole, half)
         later -= dot(later, merged(jnp.zeros_like(inside), inside, half), dtype)

@@ -1,7 +1,8 @@
 """The forward kernel: chunk after chunk, the state in VMEM.
 
-The state is held transposed, [V, K], and so is what is written to it: then the decay of the chunk is a row. From one state to the
-next lead two products, for (I + L)^-1 (v - k S) is the difference of what a chunk wants to write and of what it has seen.
+From one state to the next lead two products, for (I + L)^-1 (v - k S) is the difference of what a chunk wants to write and of
+what it has seen. All else is done before, for several chunks side by side. Operands that share a factor are stacked: loading a
+factor of 128 rows into the matrix unit takes as long as multiplying 128 rows by it.
 """
 
 from functools import partial
@@ -28,6 +29,7 @@ from pallas_kernels.kda.tpu_chunk import (
     masked,
     masks,
     products,
+    rows_of,
     steps,
     tokens,
 )
@@ -43,12 +45,12 @@ def forward(
     log_decay: Float32[Array, "B H T K"],
     beta: Float32[Array, "B H N 1 C"],
     resets: Int32[Array, "B N 1 C"] | None,
-    state: Float32[Array, "B H V K"],
+    state: Float32[Array, "B H K V"],
     *,
     tiles: Tiling,
     save: bool,
 ) -> list[Array]:
-    """o, the last state, and with `save` the state before each chunk, [B, H, N, V, K]. T is a multiple of C."""
+    """o, the last state, and with `save` the state before each chunk, [B, H, N, K, V]. T is a multiple of C."""
     B, H, T, K = q.shape
     V = v.shape[-1]
     step = steps(T, ABREAST)
@@ -60,13 +62,14 @@ def forward(
     def by_chunk(*sizes):
         return pl.BlockSpec((None, None, n, *sizes), lambda b, h, i: (b, h, i, 0, 0))
 
-    whole = pl.BlockSpec((None, None, V, K), lambda b, h, i: (b, h, 0, 0))
-    inputs = [(q, by_token(K)), (k, by_token(K)), (v, by_token(V)), (log_decay, by_token(K)), (beta, by_chunk(1, C)), (state, whole)]
+    whole = pl.BlockSpec((None, None, K, V), lambda b, h, i: (b, h, 0, 0))
+    inputs = [(q, by_token(K)), (k, by_token(K)), (v, by_token(V)), (log_decay, by_token(K)), (beta, by_chunk(1, C))]
+    inputs.append((state, whole))
     if resets is not None:
         inputs.append((resets, pl.BlockSpec((None, n, 1, C), lambda b, h, i: (b, i, 0, 0))))
     outputs = [(jax.ShapeDtypeStruct(v.shape, v.dtype), by_token(V)), (jax.ShapeDtypeStruct(state.shape, jnp.float32), whole)]
     if save:
-        outputs.append((jax.ShapeDtypeStruct((B, H, T // C, V, K), jnp.float32), by_chunk(V, K)))
+        outputs.append((jax.ShapeDtypeStruct((B, H, T // C, K, V), jnp.float32), by_chunk(K, V)))
     return pl.pallas_call(
         partial(_kernel, tiles=tiles, step=step, has_resets=resets is not None, save=save),
         name="kda_forward",
@@ -88,6 +91,14 @@ def tokens_of(
     return tokens(q, k, k * in_columns(beta, k.shape[1]), powers, rows, pairs, tiles)
 
 
+def applied(
+    solve: Float32[Array, "C C"], v: Float[Array, "C V"], k_read: Float32[Array, "C K"], dtype: Any
+) -> tuple[Float32[Array, "C V"], Float32[Array, "C K"]]:
+    """(I + L)^-1 times v and k: what the tokens write if the state before them is zero, and what they have seen of one."""
+    both = dot(solve, columns_of(v.astype(jnp.float32), k_read), dtype)
+    return both[:, : v.shape[1]], both[:, v.shape[1] :]
+
+
 def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool, save: bool) -> None:
     q_ref, k_ref, v_ref, log_decay_ref, beta_ref, first_ref, *refs = refs
     resets_ref = refs.pop(0) if has_resets else None
@@ -103,20 +114,23 @@ def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool, save: bool
         chunks = step.of(i)
         at = [pl.ds(pl.multiple_of(c * C, C), C) for c in chunks]
         pairs = [masks(tiles, resets_ref[c]) for c in chunks] if resets_ref is not None else [masks(tiles, None)] * step.abreast
-        last = [masked(pairs[j].last_reads, decays(log_decay_ref.at[at[j]], powers_ref.at[j], rows_ref.at[j], tiles)) for j in each]
-        x = [tokens_of(at[j], q_ref, k_ref, beta_ref[chunks[j]], powers_ref.at[j], rows_ref.at[j], pairs[j], tiles) for j in each]
+        powers, rows = ([ref.at[j] for j in each] for ref in (powers_ref, rows_ref))
+        last = [masked(pairs[j].last_reads, decays(log_decay_ref.at[at[j]], powers[j], rows[j], tiles)) for j in each]
+        x = [tokens_of(at[j], q_ref, k_ref, beta_ref[chunks[j]], powers[j], rows[j], pairs[j], tiles) for j in each]
         A, L = zip(*(products(x[j], pairs[j], tiles, dtype) for j in each), strict=True)
         solve = [inverse(L[j], pairs[j], tiles, dtype) for j in each]
-        wanted = [dot(solve[j], v_ref[at[j], :], dtype).T for j in each]
-        seen = [dot(solve[j], x[j].k_read, dtype) for j in each]
+        wanted, seen = zip(*(applied(solve[j], v_ref[at[j], :], x[j].k_read, dtype) for j in each), strict=True)
+        reads = [rows_of(x[j].q_read, seen[j]) for j in each]
+        writes = [rows_of(A[j], x[j].w_keep.T) for j in each]
+        decay = [in_columns(last[j], state_ref.shape[1]) for j in each]
         state = state_ref[...]
         for j in each:
             if save:
                 saved_ref[0][chunks[j]] = state
-            write = wanted[j] - dot(state, seen[j], dtype, across=1)
-            read = columns_of(x[j].q_read, A[j])
-            o_ref[at[j], :] = dot(read, columns_of(state, write), dtype, across=1).astype(o_ref.dtype)
-            state = state * last[j] + dot(write, x[j].w_keep, dtype)
+            read = dot(reads[j], state, dtype)
+            written = dot(writes[j], wanted[j] - read[C:], dtype)
+            o_ref[at[j], :] = (read[:C] + written[:C]).astype(o_ref.dtype)
+            state = state * decay[j] + written[C:]
         state_ref[...] = state
 
     step.run(some)

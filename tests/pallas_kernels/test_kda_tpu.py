@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kda import kda
+from pallas_kernels.kda import kda, tpu_backward, tpu_forward
 from pallas_kernels.target import target
 from tests.pallas_kernels.test_kda import NAMES, assert_near, assert_same_bits, draw, draw_cotangents, recurrence_fp64
 
@@ -16,7 +16,11 @@ LENGTHS = np.array([1, 2, 15, 16, 17, 24, 31, 33, 63, 64, 65, 127, 257, 384])
 
 
 @pytest.fixture(autouse=True)
-def interpreted():
+def interpreted(request, monkeypatch):
+    """One chunk at a time, which is faster to compile, but for the slow tests."""
+    if "slow" not in request.keywords:
+        for kernel in (tpu_forward, tpu_backward):
+            monkeypatch.setattr(kernel, "ABREAST", 1)
     with target("tpu", interpret=True):
         yield
 
