@@ -25,7 +25,16 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 from pallas_kernels.kda_decode.tpu_rows import (
-    ROWS, VMEM, cores, down, gated_norm, log_decay, pieces_of, standing_of, stride_of, unit
+    ROWS,
+    VMEM,
+    cores,
+    down,
+    gated_norm,
+    log_decay,
+    pieces_of,
+    standing_of,
+    stride_of,
+    unit,
 )
 from pallas_kernels.target import current, why_not_on
 
