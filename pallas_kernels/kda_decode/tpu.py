@@ -5,11 +5,12 @@ has read, so that none waits for another. What belongs to a row is kept as [head
 come in and go out, with all heads in one sublane, are turned once for all rows.
 
 A state has its key channels in sublanes, so decay, k and q, which lie along lanes, must become columns, repeated in every lane.
-The matrix unit does it: each is cut into three numbers of bf16 whose sum it is exactly, and a product with zeros and ones adds
-them up again in every lane, for two heads at a time (768 columns, three widths of the unit of 256).
+For decay and k the matrix unit does it: each is cut into three numbers of bf16 whose sum it is exactly, and a product with zeros
+and ones adds them up again in every lane, for two heads at a time. For q lanes are broadcast: so both units share the work.
 
-An idle row stands for the active row before it (or for the first one, if none is before it): its blocks are in VMEM, so nothing
-moves, and where a step is not left out it repeats what is there.
+Rows come in parts, one or more for each core. For an idle row the blocks of the active row before it stay in VMEM (before a part's
+first active row, those of its row 0), so that nothing moves; new states are copied out by hand, those of active rows alone. What is
+computed for an idle row between active ones goes nowhere.
 """
 
 from functools import partial
@@ -22,12 +23,22 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 from pallas_kernels.kda_decode.tpu_rows import (
-    ROWS, VMEM, cores, down, gated_norm, log_decay, pieces_of, standing_of, stride_of, unit
+    ROWS,
+    VMEM,
+    cores,
+    down,
+    gated_norm,
+    log_decay,
+    pieces_of,
+    standing_of,
+    stride_of,
+    unit,
 )
 from pallas_kernels.target import current, why_not_on
 
 HEADS = 24  # most heads of a block: 1.6 MB of state, in four buffers
-PIECES = 9  # of decay, k and q, three each; then v, beta and k'q
+MOST_ROWS = 64  # of a part: 14 MB of tokens, turned and unturned, if they are fp32
+PIECES = 6  # of decay and k, three each; then v, beta, k'q and q
 VECTORS = 16
 
 
@@ -48,7 +59,7 @@ def kda_decode(
     N, W, taps = len(slots), weights.conv.shape[1], pool.windows.shape[2]
     heads = max(n for n in range(1, HEADS + 1) if H % n == 0)
     groups, lanes = H // heads, heads * K
-    parts = cores()
+    parts = cores() * pl.cdiv(N, cores() * MOST_ROWS)
     n = pl.cdiv(N, parts * ROWS) * ROWS  # rows of a part
     x = Projected(*(jnp.pad(a, ((0, parts * n - N), (0, 0))) for a in x))
     slots = jnp.pad(slots, (0, parts * n - N), constant_values=-1)
@@ -77,9 +88,9 @@ def kda_decode(
                 *[vmem(n * heads, K)] * 6,
                 *[vmem(3 * W * stride, K)] * 2,
                 *[vmem(heads, K)] * 2,
-                vmem(H, parts * n),
+                vmem(pl.cdiv(parts * n, K), H, K),
                 vmem(VECTORS * stride, K),
-                vmem(2 * VECTORS, 6 * K, dtype=jnp.bfloat16),
+                vmem(2 * VECTORS, 4 * K, dtype=jnp.bfloat16),
                 vmem(heads, K),
                 vmem(2, heads, K, K), vmem(2, 3, taps, lanes, dtype=pool.windows.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -110,7 +121,7 @@ def _kernel(
 
     *_rows   [(tile of rows, head, row) K]
     inputs   of the convolutions, [(q k v, W, head) K], and so taps_of
-    bias, rate  dt_bias and exp(A_log), [head K]
+    bias, rate  dt_bias and exp(A_log), [head K]; beta_of [tile of rows, head, row]
     vectors  what the recurrence takes of a row, [(VECTORS, head) K]
     spread   the zeros and ones that make columns of two heads' vectors
     read     o, [head K]
@@ -143,11 +154,13 @@ def _kernel(
                     x_rows[inner] = x[outer].astype(jnp.float32)
                 y_rows[inner] = jnp.zeros((ROWS, K), jnp.float32)
 
-        beta_of[...] = jax.nn.sigmoid(beta[...].astype(jnp.float32))
+        for i in range(beta_of.shape[0]):
+            some = jax.nn.sigmoid(beta[:, i * K : (i + 1) * K].astype(jnp.float32))
+            beta_of[i, :, : some.shape[1]] = some
         vectors[...] = jnp.zeros_like(vectors)
         row, column = (jax.lax.broadcasted_iota(jnp.int32, spread.shape, axis) for axis in (0, 1))
         piece = row % VECTORS
-        ones = (row // VECTORS == column // (3 * K)) & (piece // 3 == column // K % 3) & (piece < PIECES)
+        ones = (row // VECTORS == column // (2 * K)) & (piece // 3 == column // K % 2) & (piece < PIECES)
         spread[...] = ones.astype(jnp.float32).astype(jnp.bfloat16)
         for h in range(heads):
             for c in range(3):
@@ -170,15 +183,17 @@ def _kernel(
         o = read[...].astype(v.dtype).astype(jnp.float32)
         y_rows[of(done)] = jnp.where(active(r - 2), gated_norm(o, o_norm[...], gate_rows[of(done)], eps), 0)
 
+        queries = vectors[pl.ds((PIECES + 3) * stride, stride)].T
         for first in range(0, heads, 2):
             pair = range(first, min(first + 2, heads))
             x = [vectors[pl.ds(h, VECTORS, stride=stride)] for h in pair]
             columns = jax.lax.dot_general(
-                jnp.concatenate(x).astype(jnp.bfloat16), spread[: len(pair) * VECTORS, : len(pair) * 3 * K],
+                jnp.concatenate(x).astype(jnp.bfloat16), spread[: len(pair) * VECTORS, : len(pair) * 2 * K],
                 (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32,
             )
             for i, h in enumerate(pair):
-                decay_h, k_h, q_h = (columns[:, (3 * i + j) * K :][:, :K] for j in range(3))
+                decay_h, k_h = (columns[:, (2 * i + j) * K :][:, :K] for j in range(2))
+                q_h = jnp.broadcast_to(queries[:, h : h + 1], (K, K))
                 v_h, beta_h, qk = (x[i][PIECES + j :][:1] for j in range(3))
                 S = states[0, h] * decay_h
                 w = beta_h * (v_h - jnp.sum(S * k_h, axis=0, keepdims=True))
@@ -200,12 +215,12 @@ def _kernel(
         q_now, k_now, v_now = mixed
         q_now, k_now = unit(q_now) * K**-0.5, unit(k_now)
         decay_now = jnp.exp(log_decay(decay_rows[of(now)] + bias[...], rate[...], decay_floor))
-        beta_now = beta_of[ours]
+        beta_now = beta_of[(part * n + now) // K, ours]
         lane = jax.lax.broadcasted_iota(jnp.int32, beta_now.shape, 1)
-        beta_now = jnp.sum(jnp.where(lane == part * n + now, beta_now, 0), axis=1, keepdims=True)
+        beta_now = jnp.sum(jnp.where(lane == (part * n + now) % K, beta_now, 0), axis=1, keepdims=True)
         qk = jnp.sum(q_now * k_now, axis=1, keepdims=True)
-        pieces = [piece for x in (decay_now, k_now, q_now) for piece in pieces_of(x)]
-        for i, x in enumerate((*pieces, v_now, beta_now, qk)):
+        pieces = [piece for x in (decay_now, k_now) for piece in pieces_of(x)]
+        for i, x in enumerate((*pieces, v_now, beta_now, qk, q_now)):
             vectors[pl.ds(i * stride, heads)] = jnp.broadcast_to(x, (heads, K))
 
     # One copy of each kind is on its way at a time, so that one semaphore tells of it.
