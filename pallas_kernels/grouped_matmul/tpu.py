@@ -117,8 +117,8 @@ def in_hbm(*operands: Array) -> tuple[Array, ...]:
 
 
 def put_rows(visits: Visits, differences: Any, y: Any, product: Callable[[], Array]) -> None:
-    """Writes the visit's rows of `product()` [rows, outer] into y, whose other rows keep what earlier visits of the tile wrote, or
-    become zero in the first one."""
+    """Writes the visit's rows of `product()` [rows, outer] into y, whose other rows keep what earlier visits of the tile wrote,
+    or become zero in the first one."""
     i = pl.program_id(1)
     begin, end = visits.span(i, differences)
 
