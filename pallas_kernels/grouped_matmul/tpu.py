@@ -34,8 +34,12 @@ def why_not(x: Array, w: Array, group_sizes: Array) -> str | None:
         if size % 128 and (size > 128 or size % 8):
             return f"sizes of matrices must be multiples of 128, or multiples of 8 below, got {name}={size}"
     if (needed := max(_bytes(K, min(M, 128), x.dtype), _bytes(M, min(K, 128), x.dtype))) > VMEM:
-        return f"a slice of a {K} x {M} matrix and a tile of rows take {needed / 2**20:.0f} MiB of VMEM, over {VMEM / 2**20:.0f}"
+        return over(needed, K, M)
     return None
+
+
+def over(needed: int, K: int, M: int) -> str:
+    return f"a slice of a {K} x {M} matrix and a tile of rows take {needed / 2**20:.0f} MiB of VMEM, over {VMEM / 2**20:.0f}"
 
 
 @jax.custom_vjp
@@ -64,8 +68,8 @@ def tile_rows(N: int, dtype: Any) -> int:
 
 
 def slice_size(size: int, step: int, fits: Callable[[int], bool]) -> int:
-    """The largest slice of `size` of which `fits(slice)`: an even number of equal slices that are multiples of `step`, as two cores
-    share them, or else all of it."""
+    """The largest slice of `size` of which `fits(slice)`: an even number of equal slices that are multiples of `step`, as two
+    cores share them, or else all of it."""
     slices = [size // n for n in range(2, size // step + 1, 2) if size % (n * step) == 0]
     return next((n for n in slices if fits(n)), step if size % step == 0 and not fits(size) else size)
 
@@ -98,16 +102,23 @@ def _product(x: Array, w: Array, group_sizes: Array, *, transposed: bool) -> Arr
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=LIMIT),
         name="grouped_matmul_dx" if transposed else "grouped_matmul",
         interpret=current().interpret,
-    )(visits.of_tiles(group_sizes), x, w)
+    )(visits.of_tiles(group_sizes), *in_hbm(x, w))
 
 
 def _product_kernel(differences: Any, x: Any, w: Any, y: Any, *, visits: Visits, contract: int) -> None:
     put_rows(visits, differences, y, lambda: dot(x[...], w[0], 1, contract))
 
 
+def in_hbm(*operands: Array) -> tuple[Array, ...]:
+    """Operands of a kernel that fetches slices of them by itself: XLA shall not move all of one into VMEM first."""
+    if current().interpret:
+        return operands
+    return tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands)
+
+
 def put_rows(visits: Visits, differences: Any, y: Any, product: Callable[[], Array]) -> None:
-    """Writes the visit's rows of `product()` [rows, outer] into y, whose other rows keep what earlier visits of the tile wrote, or
-    become zero in the first one."""
+    """Writes the visit's rows of `product()` [rows, outer] into y, whose other rows keep what earlier visits of the tile wrote,
+    or become zero in the first one."""
     i = pl.program_id(1)
     begin, end = visits.span(i, differences)
 
@@ -162,7 +173,7 @@ def _weight_gradient(x: Array, g: Array, w: Array, group_sizes: Array) -> Float[
         ),
         name="grouped_matmul_dw",
         interpret=current().interpret,
-    )(visits.of_groups(group_sizes), x, g)
+    )(visits.of_groups(group_sizes), *in_hbm(x, g))
 
 
 def _weight_gradient_kernel(differences: Any, x: Any, g: Any, dw: Any, total: Any, *, visits: Visits) -> None:
