@@ -61,4 +61,4 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    main("pallas_kernels.attn_res.bench", CASES, __doc__)
+    main("pallas_kernels.attn_res.bench", CASES, __doc__ or "")
