@@ -25,6 +25,7 @@ def attn_res(
     prob = jax.nn.softmax(jnp.where(used[:, None, None], score, -jnp.inf), axis=0)
     return jnp.sum(prob[..., None] * v, axis=0).astype(prefix.dtype)
 
+
 def attn_res_norm(
     prefix: Float[Array, "B T D"],
     blocks: Float[Array, "N B T D"],

@@ -63,7 +63,8 @@ def _forward(eps: float, *inputs: Any) -> tuple[tuple[Array, Array], tuple[Any, 
 
 
 def _backward(eps: float, inputs: tuple[Any, ...], grads: tuple[Array, Array]) -> tuple[Any, ...]:
-    dprefix, dblocks, dweight, dnorm_weight = tpu_backward.backward(eps, *inputs, *grads)
+    prefix, blocks, count, weight, norm_weight = inputs
+    dprefix, dblocks, dweight, dnorm_weight = tpu_backward.backward(eps, prefix, blocks, count, weight, norm_weight, *grads)
     return dprefix, dblocks, None, dweight, dnorm_weight
 
 
