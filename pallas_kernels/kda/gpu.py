@@ -26,7 +26,7 @@ def why_not(q: Array, k: Array, v: Array, *args: Array, **kwargs: Any) -> str | 
         return f"q, k and v must all be float32 or all bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}"
     B, T, H, K = q.shape
     if B * H * (T // C + 2) * K * v.shape[-1] >= 2**31:
-        return f"states of its chunks, {B} x {H} x {T // C} of {K} x {v.shape[-1]}, are out of reach of 32-bit offsets: split heads"
+        return f"the states of {B} x {H} x {T // C} chunks are out of reach of 32-bit offsets: split heads"
     return None
 
 

@@ -207,7 +207,9 @@ def test_the_kernels_lower_for_cuda_at_the_real_sizes(dtype):
     reset, start = jax.ShapeDtypeStruct((1, 1000), jnp.bool_), jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def pulled_back(inputs, cotangents, reset, start):
-        return jax.vjp(lambda *x: kda(*x, reset=reset, start=start, decay_floor=-5.0, impl="gpu"), *inputs)[1](cotangents)
+        op = partial(kda, reset=reset, start=start, decay_floor=-5.0, impl="gpu")
+        outputs, pull = jax.vjp(op, *inputs)
+        return outputs, pull(cotangents)
 
     card = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")  # without one, newer versions of jax look for a real card
     mesh = jax.sharding.AbstractMesh((1,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=card)
