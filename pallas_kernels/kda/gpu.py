@@ -1,7 +1,7 @@
 """Kimi Delta Attention on NVIDIA GPUs: chunks of 64 tokens in Pallas-Triton, forward and backward.
 
-What a chunk does to a state, and its gradients, are computed for all chunks at once; only the states, and their gradients, go
-from chunk to chunk, in a kernel with two products per step.
+What a chunk does to a state is computed for all chunks at once, and so are outputs and gradients; only the states, and the
+gradients of states, go from chunk to chunk, in kernels that do nothing else.
 """
 
 from functools import partial
@@ -24,6 +24,9 @@ def why_not(q: Array, k: Array, v: Array, *args: Array, **kwargs: Any) -> str | 
         return f"its tiles are for heads of 128, got K={q.shape[-1]} and V={v.shape[-1]}"
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"q, k and v must all be float32 or all bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}"
+    B, T, H, K = q.shape
+    if B * H * (T // C + 2) * K * v.shape[-1] >= 2**31:
+        return f"the states of {B} x {H} x {T // C} chunks are out of reach of 32-bit offsets: split heads"
     return None
 
 
@@ -63,8 +66,7 @@ def _chunks_forward(program: Program, inputs: Inputs, state: Array) -> tuple[tup
 
 def _chunks_backward(program: Program, saved: tuple[Inputs, Array], cotangents: tuple[Array, Array]) -> tuple[Inputs, Array]:
     inputs, states = saved
-    grads, dstate = backward(inputs, states, *cotangents, program)
-    return Inputs(*grads, None, None), dstate
+    return backward(inputs, states, *cotangents, program)
 
 
 _chunks.defvjp(_chunks_forward, _chunks_backward)

@@ -35,7 +35,7 @@ from pallas_kernels.kda.gpu_chunk import (
     tile_pairs,
     tokens,
     where,
-)  # fmt: skip
+)
 from pallas_kernels.kda.gpu_forward import Inputs, Program, launch, prepare
 
 
@@ -45,8 +45,8 @@ def backward(
     do: Float[Array, "B T H V"],
     dlast: Float32[Array, "B H K V"],
     program: Program,
-) -> tuple[list[Array], Float32[Array, "B H K V"]]:
-    """Gradients of q, k, v, log_decay, beta, and of the first state, from those of o and of the last state."""
+) -> tuple[Inputs, Float32[Array, "B H K V"]]:
+    """Gradients of the inputs, None for integers, and of the first state, from those of o and of the last state."""
     N, H, B, K, V = program.N, program.H, program.B, program.K, program.V
     reads, writes = prepare(inputs, program, save=True)
     beta, skip = inputs.beta, inputs.skip
@@ -59,13 +59,11 @@ def backward(
 
     out = dv, dbeta, values, pairs, program.array(C, dtype=jnp.float32), pairs
     call = launch(_values_kernel, program, "kda_value_gradients", (N, H, B), out, warps=4)
-    dv, dbeta, write, *dpairs = call(
-        inputs, writes.w, writes.u, writes.L, writes.inverse, states, dwrite, do
-    )
+    dv, dbeta, write, *dpairs = call(inputs, writes.w, writes.u, writes.L, writes.inverse, states, dwrite, do)
 
     call = launch(_keys_kernel, program, "kda_key_gradients", (K // program.width * N, H, B), (dq, dk, dlog_decay), warps=8)
     dq, dk, dlog_decay = call(inputs, states, dstates, write, do, dv, *dpairs)
-    return [dq, dk, dv, dlog_decay, dbeta], dstate
+    return inputs._replace(q=dq, k=dk, v=dv, log_decay=dlog_decay, beta=dbeta, reset=None, skip=None), dstate
 
 
 def _states_kernel(program: Program, w, q_read, k_keep, A, decay, beta, skip, do, dlast, dfirst, dstates, dwrite) -> None:
@@ -134,6 +132,7 @@ def _keys_kernel(program: Program, given: Inputs, states, dstates, write, do, dv
     split = parts(log_decay, dtype)
 
     def rows() -> list[Float32[Array, "C width"]]:
+        """q and k, read anew for each use: that costs less than the registers to keep them."""
         return [here.load(ref, width, first).astype(jnp.float32) for ref in (given.q, given.k)]
 
     dA_here, dL_here = dA[chunk], dL[chunk]
@@ -162,11 +161,11 @@ def _keys_kernel(program: Program, given: Inputs, states, dstates, write, do, dv
     dq_sum, dk_sum, dG = jax.lax.fori_loop(0, tiles.levels, level, (dq_sum, dk_sum, dG))
 
     def through_states(j, sums):
-        part = pl.ds(j * width, width)
-        state, dstate = states[b, h, i, columns, part], dstates[b, h, i, columns, part]
+        values = pl.ds(j * width, width)
+        state, dstate = states[b, h, i, columns, values], dstates[b, h, i, columns, values]
         do_here, dv_here = (here.load(ref, width, j * width) for ref in (do, dv))
         added = (
-            dot(do_here, state.T, dtype), dot(dv_here, state.T, dtype), dot(write[b, h, i, :, part], dstate.T, dtype),
+            dot(do_here, state.T, dtype), dot(dv_here, state.T, dtype), dot(write[b, h, i, :, values], dstate.T, dtype),
             jnp.sum(state.astype(jnp.float32) * dstate.astype(jnp.float32), 1),
         )  # fmt: skip
         return tuple(total + x for total, x in zip(sums, added, strict=True))

@@ -1,4 +1,4 @@
-"""The forward kernels: what each chunk does to a state, all chunks at once; the states, one after the other; the outputs.
+"""The forward kernels: what each chunk reads and writes, all at once; the states, one after the other; the outputs, all at once.
 
 With P the decay from a chunk's begin to a token and X that from the token to its end, both of the token's own channels:
 
@@ -31,11 +31,13 @@ from pallas_kernels.kda.gpu_chunk import (
     products,
     read_factor,
     tokens,
-)  # fmt: skip
+)
 from pallas_kernels.target import current
 
 
 class Inputs(NamedTuple):
+    """Those of the op, in its shapes; reset as integers."""
+
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T H K"]
     v: Float[Array, "B T H V"]
@@ -46,7 +48,7 @@ class Inputs(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What the kernels are compiled for."""
+    """What the kernels are compiled for: sizes, N chunks, the dtype of q, k and v."""
 
     B: int
     T: int
@@ -80,17 +82,18 @@ class Writes(NamedTuple):
 
     w: Float[Array, "B H N C K"]
     u: Float[Array, "B H N C V"]
-    L: Float[Array, "B H N C C"] | None
-    inverse: Float[Array, "B H N C C"] | None
+    L: Float[Array, "B H N C C"] | None = None
+    inverse: Float[Array, "B H N C C"] | None = None
 
 
 def prepare(inputs: Inputs, program: Program, *, save: bool) -> tuple[Reads, Writes]:
+    """Both are kernels of their own because the products of the one leave no registers for those of the other."""
     keys, values, pairs = (program.array(C, size) for size in (program.K, program.V, C))
     grid = program.N, program.H, program.B
-    out = Reads(keys, keys, program.array(program.K, dtype=jnp.float32), pairs)
+    out = keys, keys, program.array(program.K, dtype=jnp.float32), pairs
     reads = launch(_reads_kernel, program, "kda_reads", grid, out, warps=4)(inputs)
-    saved = (pairs, pairs) if save else (None, None)
-    writes = launch(_writes_kernel, program, "kda_writes", grid, Writes(keys, values, *saved), warps=4)(inputs)
+    out = (keys, values, pairs, pairs) if save else (keys, values)
+    writes = launch(_writes_kernel, program, "kda_writes", grid, out, warps=4)(inputs)
     return Reads(*reads), Writes(*writes)
 
 
@@ -110,6 +113,7 @@ def forward(
 
 
 def launch(kernel: Any, program: Program, name: str, grid: tuple[int, ...], out: Any, *, warps: int) -> Any:
+    """The call of `kernel(program, *refs)`."""
     return pl.pallas_call(
         partial(kernel, program), grid=grid, out_shape=out, interpret=current().interpret, name=name,
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=2),
@@ -165,12 +169,13 @@ def _reads_kernel(program: Program, given: Inputs, q_read, k_keep, last, A) -> N
     A[chunk] = jnp.where(diagonal(), own[:, None], here.products(given.q)).astype(dtype)
 
 
-def _writes_kernel(program: Program, given: Inputs, w, u, L=None, inverse=None) -> None:
+def _writes_kernel(program: Program, given: Inputs, w, u, *saved: Any) -> None:
     chunk, here = _here(program, given)
     dtype, width = program.dtype, program.width
     triangle = here.products(given.k)
     solve = invert(triangle * here.tokens.load(given.beta)[None], dtype).astype(dtype)
-    if L is not None:
+    if saved:
+        L, inverse = saved
         L[chunk], inverse[chunk] = triangle.astype(dtype), solve
 
     def keys(j, _):
