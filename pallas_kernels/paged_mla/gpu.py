@@ -1,13 +1,13 @@
-"""Attention over paged latents on NVIDIA GPUs, in Triton: each sequence is split over several programs, and their results merged.
+"""Attention over paged latents on NVIDIA GPUs, in Triton: each sequence is split over several programs, their results merged.
 
-A program holds the queries of a sequence, all heads of them, as rows, and walks over its share of the sequence's blocks of tokens,
-each of which lies in one page. A latent is read once, as the key and as the value. The softmax over all tokens comes from those of
-the shares and their logarithms of sums, which are to base 2.
+A program holds the queries of a sequence, all heads of them, as rows, and walks over its share of the sequence's blocks of
+tokens, each of which lies in one page. A latent is read once, as the key and as the value. The softmax over all tokens comes
+from those of the shares and their logarithms of sums, which are to base 2.
 """
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
