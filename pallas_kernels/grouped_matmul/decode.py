@@ -17,31 +17,30 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 LANES = 128
-ROWS = 32  # of bytes in a register
+ROWS = 128  # decoded together: they share the setting of a gather
 
 
-def decode(packed: Any, scale: Any, first_input: Any, words: Any) -> None:
+def decode(packed: Any, scale: Any, first_input: Any, words: Any, unusual: Any) -> None:
     """Writes the bf16 weights of `packed` into `words`, where `as_bf16` finds them.
 
-    packed  uint8 [rows, inputs / 2]; `first_input` is where these inputs begin in the matrix
+    packed  uint8 [rows, inputs / 2], rows a multiple of 128, inputs of 256; `first_input` is where they begin in the matrix
     scale   uint8 [rows, all inputs of the matrix / 32], at most 128 per row
     words   int32 [inputs / 128, rows / 2, 128], as strided stores want it
+    unusual int32 [1] in SMEM: the compiler's estimate takes what is read from there for zero, and so it leaves rare scales out
     Results are exact, except that subnormal ones (of bytes 0 and 1) are flushed to zero.
     """
-    rows = packed.shape[0]
+    steps = packed.shape[0] // ROWS
+    # Bytes 0 and 253 to 255 less 1 are those whose upper six bits are set.
+    sixes = ((_bytes(scale[...]) - 0x01010101) >> 2) & 0x3F3F3F3F
+    unusual[0] = jnp.max((sixes + 0x01010101) & 0x40404040)
 
-    def step(r: Array, unusual: Array) -> Array:
-        exponent = _bytes(scale[_slice(r), :]) - 0x01010101
-        _decode_rows(r, packed, exponent, first_input, words)
-        # Bytes 0 and 253 to 255 less 1 are those whose upper six bits are set.
-        return unusual | (((exponent >> 2) & 0x3F3F3F3F) + 0x01010101) & 0x40404040
+    @pl.loop(0, steps)
+    def _(r: Array) -> None:
+        _decode_rows(r, packed, _bytes(scale[_slice(r), :]) - 0x01010101, first_input, words)
 
-    start = jnp.zeros((ROWS // 4, scale.shape[1]), jnp.int32)
-    unusual = jnp.max(jax.lax.fori_loop(0, rows // ROWS, step, start)) > 0
-
-    @pl.when(unusual)
+    @pl.when(unusual[0] > 0)
     def _() -> None:
-        @pl.loop(0, rows // ROWS)
+        @pl.loop(0, steps)
         def _(r: Array) -> None:
             _decode_unusual_rows(r, packed, scale, first_input, words)
 
@@ -52,18 +51,19 @@ def as_bf16(words: Any) -> Float[Array, "R C"]:
 
 
 def _decode_rows(r: Array, packed: Any, exponent: Array, first_input: Any, words: Any) -> None:
-    """32 rows, with the scale bytes less 1 in words."""
-    exponent = jnp.pad(exponent, ((0, 0), (0, LANES - exponent.shape[1])))
+    """128 rows, with the scale bytes less 1 in words."""
+    exponent = _over_lanes(exponent)
     lane = jax.lax.broadcasted_iota(jnp.int32, exponent.shape, 1)
     nibble = (lane & 1) << 2
-    for start in range(0, packed.shape[1], LANES):
-        pairs = _bytes(packed[_slice(r), start : start + LANES])
+
+    for b in range(packed.shape[1] // LANES):
+        pairs = _bytes(packed[_slice(r), b * LANES : (b + 1) * LANES])
         for half in range(2):
-            c = 2 * start // LANES + half
+            c = 2 * b + half
             code = _gather(pairs, (lane >> 1) + half * LANES // 2) >> nibble
-            upper, lower = _numbers(code, _gather(exponent, (lane >> 5) + first_input // 32 + c * LANES // 32))
-            words[pl.ds(c, 1), pl.ds(r * ROWS // 2, ROWS // 4, 2), :] = upper[None]
-            words[pl.ds(c, 1), pl.ds(r * ROWS // 2 + 1, ROWS // 4, 2), :] = lower[None]
+            upper, lower = _numbers(code, _gather(exponent, _scale_lane(lane, first_input, c)))
+            words[pl.ds(c, 1), pl.ds(r * (ROWS // 2), ROWS // 4, 2), :] = upper[None]
+            words[pl.ds(c, 1), pl.ds(r * (ROWS // 2) + 1, ROWS // 4, 2), :] = lower[None]
 
 
 def _numbers(code: Array, exponent: Array) -> tuple[Array, Array]:
@@ -83,14 +83,25 @@ def _decode_unusual_rows(r: Array, packed: Any, scale: Any, first_input: Any, wo
     byte = scale[_slice(r), :].astype(jnp.int32)
     usual = jnp.clip(byte, 1, 252)
     factor = jnp.where(byte == 255, jnp.nan, jnp.exp2((byte - usual).astype(jnp.float32)))
-    factor = jnp.pad(factor, ((0, 0), (0, LANES - factor.shape[1])))
+    factor = _over_lanes(factor)
     _decode_rows(r, packed, _words(usual - 1), first_input, words)
     lane = jax.lax.broadcasted_iota(jnp.int32, factor.shape, 1)
-    for c in range(words.shape[0]):
-        here = c, pl.ds(pl.multiple_of(r * ROWS // 2, ROWS // 2), ROWS // 2)
-        left = _gather(factor, (lane >> 5) + first_input // 32 + c * LANES // 32)
-        weight = pltpu.bitcast(words[here], jnp.bfloat16).astype(jnp.float32) * left
-        words[here] = pltpu.bitcast(weight.astype(jnp.bfloat16), jnp.int32)
+
+    @pl.loop(0, words.shape[0])
+    def _(c: Array) -> None:
+        here = pl.ds(c, 1), pl.ds(pl.multiple_of(r * (ROWS // 2), ROWS // 2), ROWS // 2)
+        left = _gather(factor, _scale_lane(lane, first_input, c))
+        weight = pltpu.bitcast(words[here][0], jnp.bfloat16).astype(jnp.float32) * left
+        words[here] = pltpu.bitcast(weight.astype(jnp.bfloat16), jnp.int32)[None]
+
+
+def _over_lanes(x: Array) -> Array:
+    return jnp.pad(x, ((0, 0), (0, LANES - x.shape[1])))
+
+
+def _scale_lane(lane: Array, first_input: Any, c: Any) -> Array:
+    """Where the scales of the c-th 128 inputs are."""
+    return (lane >> 5) + (first_input // 32 + c * (LANES // 32))
 
 
 def _slice(r: Array) -> Any:

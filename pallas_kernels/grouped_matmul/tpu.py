@@ -98,11 +98,18 @@ def _product(x: Array, w: Array, group_sizes: Array, *, transposed: bool) -> Arr
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=LIMIT),
         name="grouped_matmul_dx" if transposed else "grouped_matmul",
         interpret=current().interpret,
-    )(visits.of_tiles(group_sizes), x, w)
+    )(visits.of_tiles(group_sizes), *in_hbm(x, w))
 
 
 def _product_kernel(differences: Any, x: Any, w: Any, y: Any, *, visits: Visits, contract: int) -> None:
     put_rows(visits, differences, y, lambda: dot(x[...], w[0], 1, contract))
+
+
+def in_hbm(*operands: Array) -> tuple[Array, ...]:
+    """Operands of a kernel that fetches slices of them by itself: XLA shall not move all of one into VMEM first."""
+    if current().interpret:
+        return operands
+    return tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands)
 
 
 def put_rows(visits: Visits, differences: Any, y: Any, product: Callable[[], Array]) -> None:
@@ -162,7 +169,7 @@ def _weight_gradient(x: Array, g: Array, w: Array, group_sizes: Array) -> Float[
         ),
         name="grouped_matmul_dw",
         interpret=current().interpret,
-    )(visits.of_groups(group_sizes), x, g)
+    )(visits.of_groups(group_sizes), *in_hbm(x, g))
 
 
 def _weight_gradient_kernel(differences: Any, x: Any, g: Any, dw: Any, total: Any, *, visits: Visits) -> None:

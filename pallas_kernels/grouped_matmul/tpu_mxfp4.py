@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.grouped_matmul.decode import LANES, as_bf16, decode
-from pallas_kernels.grouped_matmul.tpu import LIMIT, VMEM, dot, put_rows, slice_size, tile_rows
+from pallas_kernels.grouped_matmul.tpu import LIMIT, VMEM, dot, in_hbm, put_rows, slice_size, tile_rows
 from pallas_kernels.grouped_matmul.visits import Visits
 from pallas_kernels.target import current, why_not_on
 
@@ -97,22 +97,22 @@ def _product(x: Array, packed: Array, scale: Array, group_sizes: Array, *, trans
                 scale_block,
             ],
             out_specs=pl.BlockSpec((visits.rows, block), lambda j, i, d: (visits.tile(i, d), j)),
-            scratch_shapes=[pltpu.VMEM((decoded[0] // LANES, decoded[1] // 2, LANES), jnp.int32)],
+            scratch_shapes=[pltpu.VMEM((decoded[0] // LANES, decoded[1] // 2, LANES), jnp.int32), pltpu.SMEM((1,), jnp.int32)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=LIMIT),
         name="grouped_matmul_mxfp4_dx" if transposed else "grouped_matmul_mxfp4",
         interpret=current().interpret,
-    )(visits.of_tiles(group_sizes), x, packed, scale)
+    )(visits.of_tiles(group_sizes), *in_hbm(x, packed, scale))
 
 
 def _kernel(
-    differences: Any, x: Any, packed: Any, scale: Any, y: Any, words: Any, *, visits: Visits, transposed: bool
+    differences: Any, x: Any, packed: Any, scale: Any, y: Any, words: Any, unusual: Any, *, visits: Visits, transposed: bool
 ) -> None:
     first_input = pl.program_id(0) * words.shape[0] * LANES if transposed else 0
 
     @pl.when(visits.opens_group(pl.program_id(1), differences))
     def _() -> None:
-        decode(packed.at[0], scale.at[0], first_input, words)
+        decode(packed.at[0], scale.at[0], first_input, words, unusual)
 
     def product() -> Array:
         return dot(x[...], as_bf16(words).astype(x.dtype), 1, 0 if transposed else 1)

@@ -52,7 +52,7 @@ class Visits:
         until = jnp.cumsum(count)
         step = jnp.arange(self.steps, dtype=jnp.int32)
         i = jnp.minimum(step, until[-1] - 1)
-        span = jnp.searchsorted(until, i, side="right")
+        span = jnp.searchsorted(until, i, side="right", method="compare_all")
         tile = first[span] + i - (until - count)[span]
         works = (step < until[-1]) & (span < self.groups)
         begin = jnp.where(works, jnp.maximum(begins[span] - tile * self.rows, 0), 0)

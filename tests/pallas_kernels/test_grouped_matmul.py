@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul import IMPLS, grouped_matmul, grouped_matmul_mxfp4
 from pallas_kernels.grouped_matmul.bench_cpu import main as bench
+from pallas_kernels.grouped_matmul.decode import as_bf16, decode
+from pallas_kernels.grouped_matmul.visits import Visits
 from pallas_kernels.mxfp4 import dequantize, quantize
 from pallas_kernels.target import target
 
@@ -199,6 +203,57 @@ def test_packed_weights_multiply_like_their_dequantised_ones(sizes, impl):
     y, dx = product_and_gradient(x, packed, scale, int32(sizes), g, impl=impl)
     np.testing.assert_allclose(y, formula(x, w, sizes), rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(dx, formula(g, w.swapaxes(1, 2), sizes), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["tpu"])
+def test_every_code_under_every_scale_is_decoded_like_the_reference(impl):
+    """Rows 0 to 255 have their number as scale byte, so usual bytes, and 0, 253, 254 and 255, stand in one matrix."""
+    codes = np.arange(128, dtype=np.uint8) * 2 + (np.arange(256) % 2)[:, None].astype(np.uint8)  # all nibble pairs over two rows
+    scale = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None], (256, 8))
+
+    def kernel(packed, scale, out, words, unusual):
+        decode(packed, scale, 0, words, unusual)
+        out[...] = as_bf16(words)
+
+    out = pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct((256, 256), jnp.bfloat16), interpret=True,
+        scratch_shapes=[pltpu.VMEM((2, 128, 128), jnp.int32), pltpu.SMEM((1,), jnp.int32)],
+    )(codes, scale)
+    out, expected = np.float32(out), np.float32(dequantize(codes, scale, jnp.float32))
+    expected = np.float32(jnp.asarray(expected, jnp.bfloat16))  # past its range, bf16 has inf
+    small = np.abs(expected) < 2.0**-126
+    np.testing.assert_array_equal(out[~small], expected[~small])
+    assert np.all(np.abs(out[small]) < 2.0**-126)
+
+
+@pytest.mark.parametrize("sizes", [[0, 0, 0, 0], [3, 0, 0, 0], [0, 16, 0, 4], [64, 0, 300, 148], [0, 512, 0, 0]], ids=str)
+def test_each_matrix_with_rows_is_fetched_once_and_no_other(sizes):
+    """What a kernel fetches in a sweep over its visits: a block is moved when its index changes."""
+    visits = Visits(512, 4, 256)
+    differences = visits.of_tiles(int32(sizes))
+    groups = [int(visits.group(i, differences)) for i in range(visits.steps)]
+    fetched = [g for i, g in enumerate(groups) if i == 0 or g != groups[i - 1]]
+    assert fetched == ([e for e, size in enumerate(sizes) if size] or [0])
+    tiles = [int(visits.tile(i, differences)) for i in range(visits.steps)]
+    assert [t for i, t in enumerate(tiles) if i == 0 or t != tiles[i - 1]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"x": jnp.float16}, "x must be bf16 or fp32, got float16"),
+        ({"k": 128}, "inputs must be a multiple of 256 up to 4096, got 128"),
+        ({"m": 64}, "outputs must be a multiple of 128, got 64"),
+        ({"m": 131072}, "take .* MiB of VMEM, over 26"),
+    ],
+    ids=str,
+)
+def test_packed_weights_that_the_tpu_kernel_cannot_take_are_refused_with_the_reason(change, reason):
+    m, k = change.get("m", PACKED_M), change.get("k", PACKED_K)
+    x = jax.ShapeDtypeStruct((16, k), change.get("x", jnp.bfloat16))
+    packed, scale = (jax.ShapeDtypeStruct((4, m, k // n), jnp.uint8) for n in (2, 32))
+    with target("tpu", interpret=True), pytest.raises(ValueError, match=reason):
+        jax.eval_shape(partial(grouped_matmul_mxfp4, impl="tpu"), x, packed, scale, jax.ShapeDtypeStruct((4,), jnp.int32))
 
 
 def temp_bytes(f, *args):
