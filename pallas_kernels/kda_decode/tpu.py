@@ -22,12 +22,21 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 from pallas_kernels.kda_decode.tpu_rows import (
-    ROWS, VMEM, cores, down, gated_norm, log_decay, pieces_of, standing_of, stride_of, unit
+    ROWS,
+    VMEM,
+    cores,
+    down,
+    gated_norm,
+    log_decay,
+    pieces_of,
+    standing_of,
+    stride_of,
+    unit,
 )
 from pallas_kernels.target import current, why_not_on
 
 HEADS = 24  # most heads of a block: 1.6 MB of state, in four buffers
-PIECES = 9  # of decay, k and q, three each; then v, beta and k'q
+PIECES = 6  # of decay and k, three each; then v, beta, k'q and q
 VECTORS = 16
 
 
@@ -79,7 +88,7 @@ def kda_decode(
                 *[vmem(heads, K)] * 2,
                 vmem(H, parts * n),
                 vmem(VECTORS * stride, K),
-                vmem(2 * VECTORS, 6 * K, dtype=jnp.bfloat16),
+                vmem(2 * VECTORS, 4 * K, dtype=jnp.bfloat16),
                 vmem(heads, K),
                 vmem(2, heads, K, K), vmem(2, 3, taps, lanes, dtype=pool.windows.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -147,7 +156,7 @@ def _kernel(
         vectors[...] = jnp.zeros_like(vectors)
         row, column = (jax.lax.broadcasted_iota(jnp.int32, spread.shape, axis) for axis in (0, 1))
         piece = row % VECTORS
-        ones = (row // VECTORS == column // (3 * K)) & (piece // 3 == column // K % 3) & (piece < PIECES)
+        ones = (row // VECTORS == column // (2 * K)) & (piece // 3 == column // K % 2) & (piece < PIECES)
         spread[...] = ones.astype(jnp.float32).astype(jnp.bfloat16)
         for h in range(heads):
             for c in range(3):
@@ -170,15 +179,17 @@ def _kernel(
         o = read[...].astype(v.dtype).astype(jnp.float32)
         y_rows[of(done)] = jnp.where(active(r - 2), gated_norm(o, o_norm[...], gate_rows[of(done)], eps), 0)
 
+        queries = vectors[pl.ds((PIECES + 3) * stride, stride)].T
         for first in range(0, heads, 2):
             pair = range(first, min(first + 2, heads))
             x = [vectors[pl.ds(h, VECTORS, stride=stride)] for h in pair]
             columns = jax.lax.dot_general(
-                jnp.concatenate(x).astype(jnp.bfloat16), spread[: len(pair) * VECTORS, : len(pair) * 3 * K],
+                jnp.concatenate(x).astype(jnp.bfloat16), spread[: len(pair) * VECTORS, : len(pair) * 2 * K],
                 (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32,
             )
             for i, h in enumerate(pair):
-                decay_h, k_h, q_h = (columns[:, (3 * i + j) * K :][:, :K] for j in range(3))
+                decay_h, k_h = (columns[:, (2 * i + j) * K :][:, :K] for j in range(2))
+                q_h = jnp.broadcast_to(queries[:, h : h + 1], (K, K))
                 v_h, beta_h, qk = (x[i][PIECES + j :][:1] for j in range(3))
                 S = states[0, h] * decay_h
                 w = beta_h * (v_h - jnp.sum(S * k_h, axis=0, keepdims=True))
@@ -204,8 +215,8 @@ def _kernel(
         lane = jax.lax.broadcasted_iota(jnp.int32, beta_now.shape, 1)
         beta_now = jnp.sum(jnp.where(lane == part * n + now, beta_now, 0), axis=1, keepdims=True)
         qk = jnp.sum(q_now * k_now, axis=1, keepdims=True)
-        pieces = [piece for x in (decay_now, k_now, q_now) for piece in pieces_of(x)]
-        for i, x in enumerate((*pieces, v_now, beta_now, qk)):
+        pieces = [piece for x in (decay_now, k_now) for piece in pieces_of(x)]
+        for i, x in enumerate((*pieces, v_now, beta_now, qk, q_now)):
             vectors[pl.ds(i * stride, heads)] = jnp.broadcast_to(x, (heads, K))
 
     # One copy of each kind is on its way at a time, so that one semaphore tells of it.

@@ -7,8 +7,12 @@ is) and the drafted ones. With D_ij the product of the decays of tokens j + 1 to
     o_i = (q_i D_i0)'S + sum_(j <= i) (q_i D_ij k_j) w_j
     S <- diag(D_R0) S + sum_(j <= R) (D_Rj k_j) w_j'
 
-so the state meets M + T vectors in one product and R in another, both in fp32 on the matrix unit; all else is vectors of
-[heads, K], one head in each sublane. A product of decays is built token by token: nothing overflows, whatever the decay.
+so the state meets M + T vectors in one product and R in another; all else is vectors of [heads, K], one head in each sublane.
+A product of decays is built token by token: nothing overflows, whatever the decay.
+
+Both products are fp32 made of bf16: a number is the sum of three pieces, and of the nine products of pieces the six largest
+count. For the reads, the pieces of the vectors are stacked as rows, so that each piece of the state enters the matrix unit once.
+For the write they are stacked along the contraction, so that one pass does it, and makes the column of D_R0 as well.
 """
 
 from functools import partial
@@ -21,13 +25,23 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 from pallas_kernels.kda_decode.tpu_rows import (
-    ROWS, VMEM, cores, down, gated_norm, log_decay, pieces_of, standing_of, stride_of, unit
+    ROWS,
+    VMEM,
+    cores,
+    down,
+    gated_norm,
+    log_decay,
+    pieces_of,
+    standing_of,
+    stride_of,
+    unit,
 )
 from pallas_kernels.target import current, why_not_on
 
 HEADS = 12  # most heads of a block
 TOKENS = 8  # most of a window
 BLOCK = 8  # rows whose tokens come together
+PRODUCTS = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))  # of pieces; what is left out is below 2^-24 of the whole
 
 
 def why_not(
@@ -85,7 +99,8 @@ def kda_verify(
             scratch_shapes=[
                 vmem(3 * (taps + R + T) * stride, K), vmem((R + T) * stride, K), vmem(T * stride, K),
                 vmem(3 * W * stride, K), vmem(heads, K), vmem(heads, K),
-                vmem((R + 2 * T) * stride, K), vmem((R + 2 * T) * stride, K), vmem((2 * R + 3) * stride, K),
+                vmem(3 * _tiles(R + 2 * T) * stride, K), vmem(_tiles(R + 2 * T) * stride, K),
+                vmem(_tiles(len(PRODUCTS) * R + 3) * stride, K), vmem(_tiles(len(PRODUCTS) * R + 3) * stride, K),
                 vmem(2, heads, K, K), vmem(2, 3, taps, lanes, dtype=pool.windows.dtype), pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
@@ -108,19 +123,24 @@ def kda_verify(
     return y[:N], Pool(states, windows)
 
 
+def _tiles(rows: int) -> int:
+    """Rounded up to whole tiles of bf16."""
+    return pl.cdiv(rows, ROWS) * ROWS
+
+
 def _kernel(
     standing, slots, accepted,
     q_0, k_0, v_0, decay_0, beta_0, q_1, k_1, v_1, decay_1, gate, beta_1, conv, A_log, dt_bias, o_norm, states, windows,
     y, states_to, windows_to,
-    inputs, decays, gates, taps_of, bias, rate, reads, read, writes, states_out, windows_out, stored,
+    inputs, decays, gates, taps_of, bias, rate, reads, read, writes, written, states_out, windows_out, stored,
     *, decay_floor: float | None, eps: float,
 ):
     """One row of one block of heads; *_0 are tokens of the window before, *_1 drafted ones.
 
     inputs   of the convolutions, [(q k v, I + R + T, head) K], and taps_of [(q k v, W, head) K]
     decays, gates, bias, rate  [(token, head) K], [head K]
-    reads    the M + T vectors that meet the state, [(vector, head) K]; read: what they found
-    writes   D_Rj k_j and w_j of the R tokens, then the pieces of D_R0, [(vector, head) K]
+    reads    pieces of the M + T vectors that meet the state, [(piece, vector, head) K]; read: what they found, [(vector, head) K]
+    writes   pieces of D_Rj k_j for all PRODUCTS, then those of D_R0; written: pieces of w_j, then zeros, [(vector, head) K]
     """
     _, heads, K, _ = states.shape
     W, I = conv.shape[1], windows.shape[2]  # noqa: E741
@@ -159,6 +179,8 @@ def _kernel(
             for c in range(3):
                 taps_of[of(h, c * W, W)] = conv[c, :, h * K : (h + 1) * K]
             bias[h : h + 1] = dt_bias[:, pl.ds(pl.multiple_of((head_0 + h) * K, K), K)]
+        for scratch in (reads, writes, written):
+            scratch[...] = jnp.zeros_like(scratch)
         rate[...] = jnp.broadcast_to(jnp.exp(down(A_log[...], head_0, heads)), (heads, K))
 
     @pl.when(~active(r))
@@ -200,6 +222,13 @@ def _kernel(
             decay.append(jnp.where(kept, d, 1))
             beta.append(jnp.where(kept, down(betas[m : m + 1], head_0, heads), 0))
 
+        vectors = _tiles(M + T)
+
+        def meet(place, x):
+            """The state later."""
+            for j, piece in enumerate(pieces_of(x)):
+                reads[at(j * vectors + place)] = piece
+
         keys, queries = [], []  # k_i D_ij k_j and q_i D_ij k_j
         for m in range(M):
             keys.append({})
@@ -207,19 +236,22 @@ def _kernel(
             for j in reversed(range(m)):
                 keys[m][j] = jnp.sum(x * k[j], axis=1, keepdims=True)
                 x = x * decay[j]
-            reads[at(m)] = x
+            meet(m, x)
         for m in range(R, M):
             queries.append({})
             x = q[m - R]
             for j in reversed(range(m + 1)):
                 queries[-1][j] = jnp.sum(x * k[j], axis=1, keepdims=True)
                 x = x * decay[j]
-            reads[at(M + m - R)] = x
+            meet(M + m - R, x)
 
-        exact = jax.lax.Precision.HIGHEST
         for h in range(heads):
-            found = jnp.dot(reads[of(h, 0, M + T)], states[0, h], precision=exact, preferred_element_type=jnp.float32)
-            read[of(h, 0, M + T)] = found
+            x = reads[of(h, 0, 3 * vectors)]
+            found = 0.0
+            for count, S in zip((3, 2, 1), pieces_of(states[0, h]), strict=True):
+                products = jnp.dot(x[: count * vectors], S, preferred_element_type=jnp.float32)
+                found += sum(products[j * vectors : (j + 1) * vectors] for j in range(count))
+            read[of(h, 0, vectors)] = found
 
         w = []
         for m in range(M):
@@ -234,20 +266,21 @@ def _kernel(
 
         kept = jnp.ones((heads, K), jnp.float32)
         for j in reversed(range(R)):
-            writes[at(j)], writes[at(R + j)] = kept * k[j], w[j]
+            pieces = pieces_of(kept * k[j]), pieces_of(w[j])
+            for c, (of_k, of_w) in enumerate(PRODUCTS):
+                writes[at(c * R + j)], written[at(c * R + j)] = pieces[0][of_k], pieces[1][of_w]
             kept = kept * decay[j]
+        rows = len(PRODUCTS) * R
         for j, piece in enumerate(pieces_of(kept)):
-            writes[at(2 * R + j)] = piece
-        across = (((0,), (0,)), ((), ()))
+            writes[at(rows + j)] = piece
+        ones = (jax.lax.broadcasted_iota(jnp.int32, (_tiles(rows + 3), K), 0) >= rows).astype(jnp.float32)
         for h in range(heads):
-            column = jax.lax.dot_general(
-                writes[of(h, 2 * R, 3)].astype(jnp.bfloat16), jnp.ones((3, K), jnp.bfloat16), across,
+            columns, rest = writes[of(h, 0, _tiles(rows + 3))], jnp.concatenate([written[of(h, 0, _tiles(rows + 3))], ones], axis=1)
+            product = jax.lax.dot_general(
+                columns.astype(jnp.bfloat16), rest.astype(jnp.bfloat16), (((0,), (0,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
-            written = jax.lax.dot_general(
-                writes[of(h, 0, R)], writes[of(h, R, R)], across, precision=exact, preferred_element_type=jnp.float32
-            )
-            states_out[buffer, h] = column * states[0, h] + written
+            states_out[buffer, h] = product[:, K:] * states[0, h] + product[:, :K]
 
     # One copy of each kind is on its way at a time, so that one semaphore tells of it.
     for kind in (0, 1):

@@ -1,4 +1,5 @@
-"""Laws of decode with Kimi Delta Attention, for every implementation: the definition in float64, idle slots, prefill."""
+"""Laws of decode with Kimi Delta Attention, for every implementation: the definition in float64, idle slots, prefill, drafted
+windows of any acceptance."""
 
 from functools import cache, partial
 
@@ -9,7 +10,7 @@ import pytest
 
 from pallas_kernels.conv1d import conv1d
 from pallas_kernels.kda import kda
-from pallas_kernels.kda_decode import IMPLS, Pool, Projected, Weights, kda_decode
+from pallas_kernels.kda_decode import IMPLS, VERIFY_IMPLS, Pool, Projected, Weights, kda_decode, kda_verify
 from pallas_kernels.kda_decode.shapes import Shape, draw
 from pallas_kernels.target import target
 
@@ -31,6 +32,11 @@ def decode(impl, floor=-5.0):
     return jax.jit(partial(kda_decode, decay_floor=floor, eps=EPS, impl=impl))
 
 
+@cache
+def verify(impl, floor=-5.0):
+    return jax.jit(partial(kda_verify, decay_floor=floor, eps=EPS, impl=impl))
+
+
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
@@ -45,7 +51,7 @@ def decode_fp64(x, weights, pool, slots, floor, narrow=lambda a: a):
             continue
         taps = np.concatenate([pool.windows[slot], np.stack([x.q[n], x.k[n], x.v[n]])[:, None]], axis=1)
         pool.windows[slot] = taps[:, 1:]
-        u = np.sum(taps * weights.conv, axis=1)
+        u = np.sum(taps[:, -weights.conv.shape[1] :] * weights.conv, axis=1)
         q, k, v = narrow(u * sigmoid(u)).reshape(3, H, K)
         q, k = (a / np.sqrt(np.sum(a * a, -1, keepdims=True) + 1e-6) for a in (q, k))
         z = (x.decay[n] + weights.dt_bias).reshape(H, K)
@@ -59,6 +65,18 @@ def decode_fp64(x, weights, pool, slots, floor, narrow=lambda a: a):
         o = o / np.sqrt(np.mean(o * o, -1, keepdims=True) + EPS) * weights.o_norm
         y[n] = o.reshape(-1) * sigmoid(x.gate[n])
     return y, pool
+
+
+def verify_fp64(x, before, accepted, weights, pool, slots, floor):
+    """One token at a time: the accepted ones of `before` into the pool, then the drafted ones into a copy of it."""
+    token = lambda a, t: Projected(*(np.array(b)[:, t] for b in a))  # noqa: E731
+    for t in range(before.q.shape[1]):
+        _, pool = decode_fp64(token(before, t), weights, pool, np.where(t < accepted, slots, -1), floor)
+    ys, drafted = [], pool
+    for t in range(x.q.shape[1]):
+        y, drafted = decode_fp64(token(x, t), weights, drafted, slots, floor)
+        ys.append(y)
+    return np.stack(ys, axis=1), pool
 
 
 def assert_near(got, want, tolerance=1e-6):
@@ -225,6 +243,94 @@ def test_4096_steps_with_slow_decay_and_bf16_activations_equal_one_prefill(impl)
 
 
 @each_impl
+def test_a_pool_may_keep_one_input_more_than_the_convolution_needs(impl):
+    x, weights, pool = draw(Shape(N=8, H=3, slots=8))
+    longer = pool._replace(windows=np.concatenate([pool.windows[:, :, :1], pool.windows], axis=2))
+    slots = np.arange(8, dtype=np.int32)
+    y, new = decode(impl)(x, weights, longer, slots)
+    assert_near((y, new), decode_fp64(x, weights, longer, slots, -5.0))
+
+
+DRAFTED = Shape(N=5, H=2, slots=7)
+ROWS = np.array([-1, 6, 0, 3, 1], np.int32)
+
+
+@each_impl
+@each_floor
+def test_drafted_windows_of_any_acceptance_equal_one_token_at_a_time(impl, floor):
+    """Rows accept none to all of three tokens, in four calls; a token that is not accepted may be any number."""
+    x, weights, pool = draw(DRAFTED, 3)
+    pool = pool._replace(windows=np.concatenate([pool.windows[:, :, :1], pool.windows], axis=2))
+    before, accepted = Projected(*(0 * a for a in x)), np.zeros(5, np.int32)
+    want = pool
+    for call in range(4):
+        y, pool = verify(impl, floor)(x, before, accepted, weights, pool, ROWS)
+        want_y, want = verify_fp64(x, before, accepted, weights, want, ROWS, floor)
+        assert_near(y, want_y)
+        assert_near(pool, want)
+        accepted = ((np.arange(5) + call) % 4).astype(np.int32)
+        rejected = np.arange(3) >= accepted[:, None]
+        before = Projected(*(np.where(rejected[..., None], 1e3 * a, a) for a in x))
+        x = draw(DRAFTED, 3, seed=call + 1)[0]
+
+
+@each_impl
+@pytest.mark.parametrize("T, R", [(1, 8), pytest.param(8, 1, marks=pytest.mark.slow)])
+def test_windows_of_different_lengths(impl, T, R):
+    x, weights, pool = draw(Shape(N=2, H=1, slots=2), T)
+    before = draw(Shape(N=2, H=1, slots=2), R, seed=1)[0]
+    accepted, slots = np.array([R, 0], np.int32), np.array([1, 0], np.int32)
+    got = verify(impl)(x, before, accepted, weights, pool, slots)
+    assert_near(got, verify_fp64(x, before, accepted, weights, pool, slots, -5.0))
+
+
+@each_impl
+def test_a_window_leaves_no_trace_of_idle_rows_of_slots_without_a_row_and_of_rejected_tokens(impl):
+    x, weights, pool = draw(DRAFTED, 3)
+    pool = pool._replace(windows=np.concatenate([pool.windows[:, :, :1], pool.windows], axis=2))
+    before = draw(DRAFTED, 3, seed=1)[0]
+    accepted = np.array([2, 0, 1, 2, 3], np.int32)
+    clean = verify(impl)(x, before, accepted, weights, pool, ROWS)
+    unused = np.setdiff1d(np.arange(7), ROWS)
+    for a in x:
+        a[0] = np.nan
+    for a in before:
+        a[0] = np.nan
+        a[np.arange(3) >= accepted[:, None]] = 1e3
+    for a in pool:
+        a[unused] = np.nan
+    y, new = verify(impl)(x, before, accepted, weights, pool, ROWS)
+    assert_same_bits(y, clean[0])
+    assert not np.any(np.asarray(y)[0])
+    for a, poisoned, want in zip(new, pool, clean[1], strict=True):
+        assert_same_bits(np.asarray(a)[unused], poisoned[unused])
+        assert_same_bits(np.asarray(a)[ROWS[1:]], np.asarray(want)[ROWS[1:]])
+    assert_same_bits(np.asarray(new.states)[ROWS[1]], pool.states[ROWS[1]])  # nothing accepted
+
+
+@pytest.mark.slow
+@each_impl
+def test_bf16_windows_equal_bf16_tokens_one_at_a_time(impl):
+    """Up to where a number that lies between two of bf16 is rounded."""
+    x, weights, pool = draw(DRAFTED, 3)
+    x, pool = cast(x, pool._replace(windows=np.concatenate([pool.windows[:, :, :1], pool.windows], axis=2)), jnp.bfloat16)
+    before, _ = cast(draw(DRAFTED, 3, seed=1)[0], pool, jnp.bfloat16)
+    accepted = np.array([0, 3, 2, 1, 0], np.int32)
+    y, new = verify(impl)(x, before, accepted, weights, pool, ROWS)
+    token = lambda a, t: Projected(*(b[:, t] for b in a))  # noqa: E731
+    for t in range(3):
+        _, pool = decode("reference")(token(before, t), weights, pool, np.where(t < accepted, ROWS, -1))
+    want, drafted = [], pool
+    for t in range(3):
+        out, drafted = decode("reference")(token(x, t), weights, drafted, ROWS)
+        want.append(out)
+    assert y.dtype == new.windows.dtype == jnp.bfloat16
+    assert_near(y, np.stack(want, axis=1), 4e-3)
+    assert_near(new.states, pool.states, 1e-4)
+    assert_same_bits(np.asarray(new.windows, np.float32), np.asarray(pool.windows, np.float32))
+
+
+@each_impl
 def test_beta_is_a_sigmoid_in_fp32(impl):
     x, weights, pool = draw(Shape(N=1, H=1, slots=1))
     x, pool = cast(x._replace(beta=np.full((1, 1), 0.5)), Pool(*(0 * a for a in pool)), jnp.bfloat16)
@@ -242,3 +348,10 @@ def test_sizes_that_the_kernel_cannot_take_are_named():
         decode("tpu")(x, weights, pool, np.zeros(1, np.int32))
     with target("cpu"), pytest.raises(ValueError, match="kernel for tpu"):
         decode("tpu")(x, weights, pool, np.zeros(1, np.int32))
+    x, weights, pool = draw(Shape(N=1, H=1, slots=1), 9)
+    with pytest.raises(ValueError, match="1 to 8 tokens, got 9 and 9"):
+        verify("tpu")(x, x, np.zeros(1, np.int32), weights, pool, np.zeros(1, np.int32))
+
+
+def test_both_ops_have_the_same_implementations():
+    assert list(IMPLS) == list(VERIFY_IMPLS)
