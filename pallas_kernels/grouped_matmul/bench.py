@@ -85,4 +85,4 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    main("pallas_kernels.grouped_matmul.bench", CASES, __doc__)
+    main("pallas_kernels.grouped_matmul.bench", CASES, __doc__ or "")

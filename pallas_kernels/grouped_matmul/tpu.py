@@ -34,8 +34,12 @@ def why_not(x: Array, w: Array, group_sizes: Array) -> str | None:
         if size % 128 and (size > 128 or size % 8):
             return f"sizes of matrices must be multiples of 128, or multiples of 8 below, got {name}={size}"
     if (needed := max(_bytes(K, min(M, 128), x.dtype), _bytes(M, min(K, 128), x.dtype))) > VMEM:
-        return f"a slice of a {K} x {M} matrix and a tile of rows take {needed / 2**20:.0f} MiB of VMEM, over {VMEM / 2**20:.0f}"
+        return over(needed, K, M)
     return None
+
+
+def over(needed: int, K: int, M: int) -> str:
+    return f"a slice of a {K} x {M} matrix and a tile of rows take {needed / 2**20:.0f} MiB of VMEM, over {VMEM / 2**20:.0f}"
 
 
 @jax.custom_vjp
@@ -64,8 +68,8 @@ def tile_rows(N: int, dtype: Any) -> int:
 
 
 def slice_size(size: int, step: int, fits: Callable[[int], bool]) -> int:
-    """The largest slice of `size` of which `fits(slice)`: an even number of equal slices that are multiples of `step`, as two cores
-    share them, or else all of it."""
+    """The largest slice of `size` of which `fits(slice)`: an even number of equal slices that are multiples of `step`, as two
+    cores share them, or else all of it."""
     slices = [size // n for n in range(2, size // step + 1, 2) if size % (n * step) == 0]
     return next((n for n in slices if fits(n)), step if size % step == 0 and not fits(size) else size)
 
@@ -113,8 +117,8 @@ def in_hbm(*operands: Array) -> tuple[Array, ...]:
 
 
 def put_rows(visits: Visits, differences: Any, y: Any, product: Callable[[], Array]) -> None:
-    """Writes the visit's rows of `product()` [rows, outer] into y, whose other rows keep what earlier visits of the tile wrote, or
-    become zero in the first one."""
+    """Writes the visit's rows of `product()` [rows, outer] into y, whose other rows keep what earlier visits of the tile wrote,
+    or become zero in the first one."""
     i = pl.program_id(1)
     begin, end = visits.span(i, differences)
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.grouped_matmul.decode import LANES, as_bf16, decode
-from pallas_kernels.grouped_matmul.tpu import LIMIT, VMEM, dot, in_hbm, put_rows, slice_size, tile_rows
+from pallas_kernels.grouped_matmul.tpu import LIMIT, MAX_ROWS, VMEM, dot, in_hbm, over, put_rows, slice_size, tile_rows
 from pallas_kernels.grouped_matmul.visits import Visits
 from pallas_kernels.target import current, why_not_on
 
@@ -32,7 +32,7 @@ def why_not(x: Array, packed: Array, scale: Array, group_sizes: Array) -> str | 
     if M % 128:
         return f"outputs must be a multiple of 128, got {M}"
     if (needed := max(_bytes(2 * half, 128, x.dtype), _bytes(M, 256, x.dtype))) > VMEM:
-        return f"a slice of a {M} x {2 * half} matrix and a tile of rows take {needed / 2**20:.0f} MiB of VMEM, over {VMEM / 2**20:.0f}"
+        return over(needed, M, 2 * half)
     return None
 
 
@@ -61,10 +61,11 @@ grouped_matmul_mxfp4.defvjp(_forward, _backward)
 
 
 def _bytes(inner: int, outer: int, dtype: Any) -> int:
-    """Of VMEM: rows, results and packed weights, each twice; the decoded slice, and the sum in fp32."""
-    size, rows = jnp.dtype(dtype).itemsize, 256
-    weights = inner * outer
-    return 2 * size * rows * (inner + outer) + weights + 2 * 128 * max(inner, outer) + (2 if size == 2 else 6) * weights + 4 * rows * outer
+    """Of VMEM: rows, results, packed weights and scales, each twice; the decoded slice; the sum in fp32."""
+    size, weights = jnp.dtype(dtype).itemsize, inner * outer
+    rows = 2 * size * MAX_ROWS * (inner + outer) + 4 * MAX_ROWS * outer
+    decoded = (2 if size == 2 else 6) * weights
+    return rows + weights + 2 * LANES * max(inner, outer) + decoded
 
 
 def _product(x: Array, packed: Array, scale: Array, group_sizes: Array, *, transposed: bool) -> Array:
