@@ -5,11 +5,12 @@ has read, so that none waits for another. What belongs to a row is kept as [head
 come in and go out, with all heads in one sublane, are turned once for all rows.
 
 A state has its key channels in sublanes, so decay, k and q, which lie along lanes, must become columns, repeated in every lane.
-The matrix unit does it: each is cut into three numbers of bf16 whose sum it is exactly, and a product with zeros and ones adds
-them up again in every lane, for two heads at a time (768 columns, three widths of the unit of 256).
+For decay and k the matrix unit does it: each is cut into three numbers of bf16 whose sum it is exactly, and a product with zeros
+and ones adds them up again in every lane, for two heads at a time. For q lanes are broadcast: so both units share the work.
 
-An idle row stands for the active row before it (or for the first one, if none is before it): its blocks are in VMEM, so nothing
-moves, and where a step is not left out it repeats what is there.
+Rows come in parts, one or more for each core. For an idle row the blocks of the active row before it stay in VMEM (before a part's
+first active row, those of its row 0), so that nothing moves; new states are copied out by hand, those of active rows alone. What is
+computed for an idle row between active ones goes nowhere.
 """
 
 from functools import partial
@@ -36,6 +37,7 @@ from pallas_kernels.kda_decode.tpu_rows import (
 from pallas_kernels.target import current, why_not_on
 
 HEADS = 24  # most heads of a block: 1.6 MB of state, in four buffers
+MOST_ROWS = 64  # of a part: 14 MB of tokens, turned and unturned, if they are fp32
 PIECES = 6  # of decay and k, three each; then v, beta, k'q and q
 VECTORS = 16
 
@@ -57,7 +59,7 @@ def kda_decode(
     N, W, taps = len(slots), weights.conv.shape[1], pool.windows.shape[2]
     heads = max(n for n in range(1, HEADS + 1) if H % n == 0)
     groups, lanes = H // heads, heads * K
-    parts = cores()
+    parts = cores() * pl.cdiv(N, cores() * MOST_ROWS)
     n = pl.cdiv(N, parts * ROWS) * ROWS  # rows of a part
     x = Projected(*(jnp.pad(a, ((0, parts * n - N), (0, 0))) for a in x))
     slots = jnp.pad(slots, (0, parts * n - N), constant_values=-1)
@@ -86,7 +88,7 @@ def kda_decode(
                 *[vmem(n * heads, K)] * 6,
                 *[vmem(3 * W * stride, K)] * 2,
                 *[vmem(heads, K)] * 2,
-                vmem(H, parts * n),
+                vmem(pl.cdiv(parts * n, K), H, K),
                 vmem(VECTORS * stride, K),
                 vmem(2 * VECTORS, 4 * K, dtype=jnp.bfloat16),
                 vmem(heads, K),
@@ -119,7 +121,7 @@ def _kernel(
 
     *_rows   [(tile of rows, head, row) K]
     inputs   of the convolutions, [(q k v, W, head) K], and so taps_of
-    bias, rate  dt_bias and exp(A_log), [head K]
+    bias, rate  dt_bias and exp(A_log), [head K]; beta_of [tile of rows, head, row]
     vectors  what the recurrence takes of a row, [(VECTORS, head) K]
     spread   the zeros and ones that make columns of two heads' vectors
     read     o, [head K]
@@ -152,7 +154,9 @@ def _kernel(
                     x_rows[inner] = x[outer].astype(jnp.float32)
                 y_rows[inner] = jnp.zeros((ROWS, K), jnp.float32)
 
-        beta_of[...] = jax.nn.sigmoid(beta[...].astype(jnp.float32))
+        for i in range(beta_of.shape[0]):
+            some = jax.nn.sigmoid(beta[:, i * K : (i + 1) * K].astype(jnp.float32))
+            beta_of[i, :, : some.shape[1]] = some
         vectors[...] = jnp.zeros_like(vectors)
         row, column = (jax.lax.broadcasted_iota(jnp.int32, spread.shape, axis) for axis in (0, 1))
         piece = row % VECTORS
@@ -211,9 +215,9 @@ def _kernel(
         q_now, k_now, v_now = mixed
         q_now, k_now = unit(q_now) * K**-0.5, unit(k_now)
         decay_now = jnp.exp(log_decay(decay_rows[of(now)] + bias[...], rate[...], decay_floor))
-        beta_now = beta_of[ours]
+        beta_now = beta_of[(part * n + now) // K, ours]
         lane = jax.lax.broadcasted_iota(jnp.int32, beta_now.shape, 1)
-        beta_now = jnp.sum(jnp.where(lane == part * n + now, beta_now, 0), axis=1, keepdims=True)
+        beta_now = jnp.sum(jnp.where(lane == (part * n + now) % K, beta_now, 0), axis=1, keepdims=True)
         qk = jnp.sum(q_now * k_now, axis=1, keepdims=True)
         pieces = [piece for x in (decay_now, k_now) for piece in pieces_of(x)]
         for i, x in enumerate((*pieces, v_now, beta_now, qk, q_now)):

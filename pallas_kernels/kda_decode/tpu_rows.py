@@ -21,8 +21,8 @@ def stride_of(heads: int) -> int:
 
 
 def standing_of(slots: Int32[Array, "N"], parts: int) -> Int32[Array, "parts N/parts+3"]:
-    """Whose blocks step r of a part reads: those of its row r - 1 if that is active, else of the active row before it, else of its
-    row 0; the last of them stands on."""
+    """Whose blocks the rows from -1 to n + 1 of a part read: their own if they are active, else those of the active row before them,
+    else those of the part's row 0."""
     n = len(slots) // parts
     row, other = np.arange(n + 3) - 1, np.arange(n)
     earlier = jnp.asarray(np.where(other <= row[:, None], other, 0), jnp.int32)

@@ -1,7 +1,7 @@
 """Drafted windows of Kimi Delta Attention on TPU: a state is read once and written once, whatever the number of tokens.
 
-A row has M = R + T tokens, those of the window before (decay 1 and beta 0 where they were not accepted: they leave the state as it
-is) and the drafted ones. With D_ij the product of the decays of tokens j + 1 to i, and the state S that the row finds,
+A row has M = R + T tokens, those of the window before (decay 1 and beta 0 where they were not accepted: they leave the state as
+it is) and the drafted ones. With D_ij the product of the decays of tokens j + 1 to i, and the state S that the row finds,
 
     w_i = beta_i (v_i - (k_i D_i0)'S - sum_(j < i) (k_i D_ij k_j) w_j)
     o_i = (q_i D_i0)'S + sum_(j <= i) (q_i D_ij k_j) w_j
@@ -76,14 +76,13 @@ def kda_verify(
         return pltpu.VMEM(shape, dtype)
 
     def tokens(length: int, all_heads: bool = False) -> pl.BlockSpec:
-        width, at = (H, 0) if all_heads else (lanes, None)
-        return pl.BlockSpec((BLOCK, length, width), lambda p, g, r, *_: ((p * n + r) // BLOCK, 0, g if at is None else at))
+        width = H if all_heads else lanes
+        return pl.BlockSpec((BLOCK, length, width), lambda p, g, r, *_: ((p * n + r) // BLOCK, 0, 0 if all_heads else g))
 
     def slot(p, r, standing, slots):
         return jnp.maximum(slots[standing[p, r + 1]], 0)
 
     slots = padded(slots, -1)
-    return_specs = pl.BlockSpec(memory_space=pl.ANY)
     y, states, windows = pl.pallas_call(
         partial(_kernel, decay_floor=decay_floor, eps=eps),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -95,7 +94,7 @@ def kda_verify(
                 pl.BlockSpec((1, heads, K, K), lambda p, g, r, standing, slots, _: (slot(p, r, standing, slots), g, 0, 0)),
                 pl.BlockSpec((1, 3, taps, lanes), lambda p, g, r, standing, slots, _: (slot(p, r, standing, slots), 0, 0, g)),
             ],
-            out_specs=[tokens(T), return_specs, return_specs],
+            out_specs=[tokens(T), *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
             scratch_shapes=[
                 vmem(3 * (taps + R + T) * stride, K), vmem((R + T) * stride, K), vmem(T * stride, K),
                 vmem(3 * W * stride, K), vmem(heads, K), vmem(heads, K),
@@ -245,7 +244,7 @@ def _kernel(
                 x = x * decay[j]
             meet(M + m - R, x)
 
-        for h in range(heads):
+        for h in range(heads):  # all factors are numbers of bf16: one pass each, and exact
             x = reads[of(h, 0, 3 * vectors)]
             found = 0.0
             for count, S in zip((3, 2, 1), pieces_of(states[0, h]), strict=True):
@@ -275,9 +274,10 @@ def _kernel(
             writes[at(rows + j)] = piece
         ones = (jax.lax.broadcasted_iota(jnp.int32, (_tiles(rows + 3), K), 0) >= rows).astype(jnp.float32)
         for h in range(heads):
-            columns, rest = writes[of(h, 0, _tiles(rows + 3))], jnp.concatenate([written[of(h, 0, _tiles(rows + 3))], ones], axis=1)
+            all_rows = of(h, 0, _tiles(rows + 3))
+            rest = jnp.concatenate([written[all_rows], ones], axis=1)
             product = jax.lax.dot_general(
-                columns.astype(jnp.bfloat16), rest.astype(jnp.bfloat16), (((0,), (0,)), ((), ())),
+                writes[all_rows].astype(jnp.bfloat16), rest.astype(jnp.bfloat16), (((0,), (0,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
             states_out[buffer, h] = product[:, K:] * states[0, h] + product[:, :K]
