@@ -148,7 +148,8 @@ def _strip_backward(
         steps,
         [(q_places, queries.places), (_on_all_lanes(k_places), keys.key_places), (q, queries.of(K)),
          (q.swapaxes(2, 3), queries.transposed(K)), (k, keys.of(K)), (k.swapaxes(2, 3), keys.transposed(K)), (v, keys.of(V)),
-         (g, queries.of(V)), (g.swapaxes(2, 3), queries.transposed(V)), (log_total, queries.transposed(1)), (delta, queries.transposed(1))],
+         (g, queries.of(V)), (g.swapaxes(2, 3), queries.transposed(V)), (log_total, queries.transposed(1)),
+         (delta, queries.transposed(1))],
         [((B, H, K, T), q.dtype, whole), ((B, H, S, K), dtype, keys.of(K)), ((B, H, S, V), dtype, keys.of(V))],
         [(K, T), (form.k_size, K), (form.k_size, V)],
     )
@@ -235,7 +236,7 @@ class _Rows(NamedTuple):
 
         def block(b: Any, h: Any, n: Any, *lists: Any) -> Any:
             flag = lists[2][b * (self.steps.outer.shape[0] // self.batch) + n]
-            return b, 0, jnp.where(flag & PARTLY != 0, self._block(b, n, *lists), 0), 0
+            return b, 0, (flag & PARTLY) * self._block(b, n, *lists), 0
 
         return pl.BlockSpec((1, 2, self.size, LANES), block)
 
@@ -252,8 +253,6 @@ def _call(
     B, H, count = grid
     arrays, in_specs = zip(*operands, strict=True)
     shapes, dtypes, out_specs = zip(*results, strict=True)
-    if not current().interpret:  # else XLA moves whole operands into VMEM, and the kernel's own blocks no longer fit
-        arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
     return pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(*x) for x in zip(shapes, dtypes, strict=True)],

@@ -1,10 +1,9 @@
 """Attention over paged latents on TPUs: a flat list of blocks, fetched from their pages while the block before is computed.
 
-A block's tokens are copied in chunks, so that of a last page only the chunks with tokens are read. Where a device has two
-cores, each takes half of the list, wherever that cuts a sequence: its two partial results are merged.
+A block's tokens come in chunks, each by a pipeline of its own, and a chunk without tokens is not fetched. Where a device has
+two cores, each takes half of the list, wherever that cuts a sequence: its two partial results are merged.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +21,8 @@ BLOCK = 1024  # tokens per grid step: 1.3 MB, which take about as long to read a
 LANES = 128
 ROWS = 16  # queries x heads are filled up to whole tiles of bf16
 MOST_ROWS = 1024
-CHUNK = 128  # tokens per copy
-SMEM = 800_000  # bytes, for lists and page table
+CHUNK = 128  # tokens fetched at once
+SMEM = 800_000  # bytes, for the lists
 VMEM = 32 * 2**20
 LOG2_E = float(np.log2(np.e))
 
@@ -50,10 +49,10 @@ def why_not(
         return f"pages must have a multiple of 64 tokens, got {page}"
     if T * H > MOST_ROWS:
         return f"queries x heads must be {MOST_ROWS} at most to fit into VMEM, got {T} x {H}"
-    scalars = 4 * B * (pages + 3 * -(-pages * page // BLOCK))
+    scalars = 4 * B * -(-pages * page // BLOCK) * (2 + BLOCK // chunk(page))
     if scalars > SMEM:
-        return (f"the page table and the list of blocks of {B} sequences of up to {pages} pages must fit into scalar memory: "
-                f"{scalars} of {SMEM} bytes. Larger pages or fewer sequences make them smaller")
+        return (f"the lists of blocks of {B} sequences of up to {pages * page} tokens must fit into scalar memory: they take "
+                f"{scalars} of {SMEM} bytes")
     return None
 
 
@@ -77,7 +76,7 @@ def paged_latent_attention(
 
 
 def chunk(page: int) -> int:
-    """Tokens per copy."""
+    """Tokens fetched at once."""
     return CHUNK if page % CHUNK == 0 else 64
 
 
@@ -96,29 +95,42 @@ def _call(form: Form, work: Items, q: Array, pool: Array, page_table: Array) -> 
     def of_share(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, 1, M, width), lambda c, i, sequence, *_: (c, sequence[c * n + i], 0, 0))
 
+    def of_chunk(k: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, form.chunk, W), lambda c, i, *lists: (lists[2][(c * n + i) * chunks + k], 0, 0))
+
+    chunks = form.block // form.chunk
     dtype = q.dtype if cores == 1 else jnp.float32
+    places = _places(form, work, page_table, pool.shape[1])
     out, log_total = pl.pallas_call(
-        partial(_kernel, form, page_table.shape[1]),
+        partial(_kernel, form),
         out_shape=[jax.ShapeDtypeStruct((cores, B, M, form.value_dim), dtype),
                    jax.ShapeDtypeStruct((cores, B, M, LANES), jnp.float32)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=3,
             grid=(cores, work.count),
-            in_specs=[of_sequence(W), pl.BlockSpec(memory_space=pltpu.HBM)],
+            in_specs=[of_sequence(W), *(of_chunk(k) for k in range(chunks))],
             out_specs=[of_share(form.value_dim), of_share(LANES)],
-            scratch_shapes=[
-                pltpu.VMEM((2, form.block, W), pool.dtype),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.VMEM((M, 1), jnp.float32),
-                pltpu.VMEM((M, 1), jnp.float32),
-                pltpu.VMEM((M, form.value_dim), jnp.float32),
-            ],
+            scratch_shapes=[pltpu.VMEM((M, width), jnp.float32) for width in (1, 1, form.value_dim)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
         interpret=current().interpret,
         name="paged_mla",
-    )(*(jnp.asarray(x) for x in (work.sequence, work.block, work.short)), page_table.reshape(-1), q, pool)
+    )(jnp.asarray(work.sequence), jnp.asarray(work.short), places, q, *[pool.reshape(-1, form.chunk, W)] * chunks)
     return out[0] if cores == 1 else _merged(out, log_total[..., :1], jnp.asarray(work.visited)[..., None, None])
+
+
+def _places(form: Form, work: Items, page_table: Int32[Array, "B pages"], page: int) -> Int32[Array, " CN*chunks"]:
+    """Where in the pool each chunk of each item lies, counted in chunks.
+
+    One without tokens repeats its place of the item before, so that nothing is fetched.
+    """
+    first, cores = np.arange(0, form.block, form.chunk), work.visited.shape[0]
+    token = work.block[:, None] * form.block + first
+    real = first < (form.block + form.queries - 1 - work.short)[:, None]
+    pages = page_table[work.sequence[:, None], jnp.minimum(token // page, page_table.shape[1] - 1)]
+    places = jnp.where(real, pages * (page // form.chunk) + token % page // form.chunk, 0).reshape(cores, -1, first.size)
+    item = jnp.where(real.reshape(places.shape), jnp.arange(places.shape[1])[:, None], 0)
+    return jnp.take_along_axis(places, jax.lax.cummax(item, 1), 1).reshape(-1)
 
 
 def _merged(out: Float32[Array, "C B M L"], log_total: Float32[Array, "C B M 1"], visited: Array) -> Float32[Array, "B M L"]:
@@ -129,36 +141,13 @@ def _merged(out: Float32[Array, "C B M L"], log_total: Float32[Array, "C B M 1"]
     return jnp.sum(jnp.where(visited, weight * out, 0), 0) / jnp.where(total > 0, total, 1)
 
 
-def _kernel(
-    form: Form, pages: int, sequences: Any, blocks: Any, shorts: Any, table: Any, q_ref: Any, pool: Any, out_ref: Any,
-    log_total_ref: Any, latents: Any, arrived: Any, top_ref: Any, total_ref: Any, acc_ref: Any,
-) -> None:
+def _kernel(form: Form, sequences: Any, shorts: Any, places: Any, q_ref: Any, *refs: Any) -> None:
     """o = sum_s 2^(x_s - top) v_s / sum_s 2^(x_s - top), with x = scale log2(e) q.latent and top its running maximum."""
+    *chunks, out_ref, log_total_ref, top_ref, total_ref, acc_ref = refs
     step, last = pl.program_id(1), pl.num_programs(1) - 1
     at = pl.program_id(0) * (sequences.shape[0] // pl.num_programs(0)) + step
-    slot = jax.lax.rem(step, 2)
-    everything = form.block + form.queries - 1
-    size = pool.shape[1]
-
-    def each_copy(at: Array, slot: Array, act: Callable[[Any], None]) -> None:
-        for first in range(0, form.block, form.chunk):
-
-            @pl.when(first < everything - shorts[at])
-            def _(first: int = first) -> None:
-                token = blocks[at] * form.block + first
-                page = table[sequences[at] * pages + jax.lax.div(token, size)]
-                rows = pl.ds(pl.multiple_of(jax.lax.rem(token, size), form.chunk), form.chunk)
-                act(pltpu.make_async_copy(
-                    pool.at[page, rows], latents.at[slot, pl.ds(first, form.chunk)], arrived.at[slot]
-                ))
-
-    @pl.when(step == 0)
-    def _() -> None:
-        each_copy(at, slot, lambda copy: copy.start())
-
-    @pl.when(step < last)
-    def _() -> None:
-        each_copy(at + 1, 1 - slot, lambda copy: copy.start())
+    short = shorts[at]
+    left = form.block + form.queries - 1 - short  # tokens from the block's first to the sequence's last
 
     @pl.when((step == 0) | (sequences[at] != sequences[jnp.maximum(at - 1, 0)]))
     def _() -> None:
@@ -166,13 +155,12 @@ def _kernel(
         total_ref[...] = jnp.zeros_like(total_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    each_copy(at, slot, lambda copy: copy.wait())
-    short = shorts[at]
-    left = everything - short  # tokens from the block's first to the sequence's last
-
     def add_tokens(masked: bool) -> None:
         q = q_ref[0]
-        latent = latents[slot].astype(q.dtype)
+        latent = jnp.concatenate([chunk[0] for chunk in chunks]).astype(q.dtype)
+        if masked:
+            token = jax.lax.broadcasted_iota(jnp.int32, latent.shape, 0)
+            latent = jnp.where(token < left, latent, 0)  # 0 * whatever lies there may be NaN
         score = form.scale * LOG2_E * _dot(form, q, latent, 1)
         if masked:
             token, row = (jax.lax.broadcasted_iota(jnp.int32, score.shape, axis) for axis in (1, 0))
@@ -194,8 +182,6 @@ def _kernel(
 
     @pl.when((short > 0) & (left > 0))
     def _() -> None:
-        token = jax.lax.broadcasted_iota(jnp.int32, latents.shape[1:], 0)
-        latents[slot] = jnp.where(token < left, latents[slot], 0)  # 0 * whatever lies there may be NaN
         add_tokens(True)
 
     @pl.when((step == last) | (sequences[at] != sequences[jnp.minimum(at + 1, sequences.shape[0] - 1)]))
