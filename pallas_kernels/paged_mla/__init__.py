@@ -3,9 +3,9 @@
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.paged_mla import reference, tpu, xla
+from pallas_kernels.paged_mla import gpu, reference, tpu, xla
 
-IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
+IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 
 
 def paged_latent_attention(

@@ -55,7 +55,8 @@ def moved(lengths: Any, queries: int, heads: int, page: int) -> float:
 
 
 def decode_case(lengths: Any, queries: int, heads: int, page: int) -> Case:
-    return Case(partial(decode, lengths=lengths, queries=queries, heads=heads, page=page), *least(lengths, queries, heads))
+    build = partial(decode, lengths=lengths, queries=queries, heads=heads, page=page)
+    return Case(build, *least(lengths, queries, heads), impls=("tpu", "gpu", "xla"))
 
 
 SIZES = {

@@ -22,7 +22,7 @@ def arguments(shape, dtype=np.float32, *tokens):
     return x, jax.tree.map(jnp.asarray, weights), Pool(jnp.asarray(pool.states), windows), jnp.asarray(slots, jnp.int32)
 
 
-@pytest.mark.parametrize("K", [16, 32, 64])
+@pytest.mark.parametrize("K", [16, 64])
 def test_smaller_heads_equal_the_reference(K):
     x, weights, pool, slots = arguments(Shape(N=3, H=2, slots=5, K=K))
     slots = slots.at[1].set(-1)

@@ -29,7 +29,7 @@ def small_blocks(monkeypatch):
 def interpreted(request):
     """Kernels for other machines run in Pallas's interpreter."""
     impl = request.node.callspec.params.get("impl") if hasattr(request.node, "callspec") else None
-    with target(impl, interpret=True) if impl == "tpu" else nullcontext():
+    with target(impl, interpret=True) if impl in ("tpu", "gpu") else nullcontext():
         yield
 
 
