@@ -20,8 +20,8 @@ from pallas_kernels.target import why_not_on
 def why_not(q: Array, k: Array, v: Array, *args: Array, **kwargs: Any) -> str | None:
     if reason := why_not_on("gpu"):
         return reason
-    if (q.shape[-1], v.shape[-1]) != (128, 128):
-        return f"its tiles are for heads of 128, got K={q.shape[-1]} and V={v.shape[-1]}"
+    if q.shape[-1] != 128 or v.shape[-1] not in (128, 256):
+        return f"its tiles are for keys of 128 and values of 128 or 256, got K={q.shape[-1]} and V={v.shape[-1]}"
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"q, k and v must all be float32 or all bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}"
     B, T, H, K = q.shape

@@ -92,6 +92,12 @@ def test_any_number_of_tokens(tokens):
     assert_near(run(inputs, decay_floor=-5.0, whole=False), definition(inputs), 2e-6)
 
 
+@slow
+def test_values_twice_as_wide_as_keys():
+    inputs = shapes.draw(shapes.Shape(2, 70, 2, K, 2 * K))
+    assert_near(run(inputs, decay_floor=-5.0, whole=False), definition(inputs), 2e-6)
+
+
 @pytest.mark.parametrize("decay_floor", [None, pytest.param(-5.0, marks=slow)])
 def test_decays_of_every_size(decay_floor):
     sizes = np.array([-1e-3, -0.5, -2.5, -5.0] * 2 if decay_floor else [-1e-3, -0.5, -2.5, -5.0, -20.0, -80.0, -1e4, 0.0])
@@ -223,8 +229,8 @@ def test_the_kernels_lower_for_cuda_at_the_real_sizes(dtype):
 @pytest.mark.parametrize(
     "sizes, dtypes, reason",
     [
-        ((64, 128), ("float32",) * 3, "its tiles are for heads of 128, got K=64 and V=128"),
-        ((128, 256), ("float32",) * 3, "its tiles are for heads of 128, got K=128 and V=256"),
+        ((64, 128), ("float32",) * 3, "its tiles are for keys of 128 and values of 128 or 256, got K=64 and V=128"),
+        ((128, 192), ("float32",) * 3, "its tiles are for keys of 128 and values of 128 or 256, got K=128 and V=192"),
         ((128, 128), ("float32", "float32", "bfloat16"), "must all be float32 or all bfloat16"),
         ((128, 128), ("float16",) * 3, "must all be float32 or all bfloat16"),
     ],
