@@ -64,8 +64,8 @@ def kda_decode_use(H: int, N: int, dtype: Any, rng: np.random.Generator) -> Use:
     def full(*sizes: int) -> Array:
         return jnp.asarray(rng.standard_normal(sizes, np.float32))
 
-    wide = [full(N, H * K).astype(dtype) for _ in range(5)]
-    x = Projected(*wide[:4], full(N, H).astype(dtype), wide[4])
+    q, k, v, decay, gate = (full(N, H * K).astype(dtype) for _ in range(5))
+    x = Projected(q, k, v, decay, full(N, H).astype(dtype), gate)
     weights = Weights(full(3, W, H * K), full(H) / 4, full(H * K), full(K))
     pool = Pool(full(N, H, K, K), full(N, 3, W - 1, H * K).astype(dtype))
     slots = jnp.asarray(rng.permutation(N).astype(np.int32))
@@ -185,7 +185,7 @@ def main() -> None:
             continue
         use = make()
         for what, program in (("forward", forward), ("fwd+bwd", gradients))[: 2 if use.free else 1]:
-            row = {"name": name, "what": what}
+            row: dict[str, Any] = {"name": name, "what": what}
             for impl in ("gpu", "xla"):
                 try:
                     row[impl] = 1e3 * measure(program(use, impl), use.inputs, args.repeats)[0]

@@ -20,7 +20,7 @@ from pallas_kernels.aot.case import Case
 from pallas_kernels.aot.chips import GPUS, TPUS, roofline
 
 
-def main(module: str, cases: Mapping[str, Case], description: str, argv: Sequence[str] | None = None) -> None:
+def main(module: str, cases: Mapping[str, Case], description: str | None, argv: Sequence[str] | None = None) -> None:
     """Runs the bench of `module`, whose CASES are `cases`. Exits with 1 if --check finds a regression."""
     op = module.split(".")[-2]
     parser = argparse.ArgumentParser(

@@ -47,6 +47,7 @@ def case(H: int, gradients: bool, decay_floor: float | None, limit: float | None
         partial(build, H=H, gradients=gradients, decay_floor=decay_floor),
         flops=T * H * flops,
         bytes=T * H * moved,
+        impls=("tpu", "gpu", "xla"),
         limit={chip: limit for chip in ("v5p", "tpu7x")} if limit else {},
     )
 

@@ -55,19 +55,19 @@ def kda(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunks(tiles: Tiling, *inputs: Array | None) -> tuple[Array, Array]:
+def _chunks(tiles: Tiling, *inputs: Any) -> tuple[Array, Array]:
     """Whole chunks. inputs: those of `forward`."""
     o, last = forward(*inputs, tiles=tiles, save=False)
     return o, last
 
 
-def _chunks_forward(tiles: Tiling, *inputs: Array | None) -> tuple[tuple[Array, Array], tuple[Array | None, ...]]:
+def _chunks_forward(tiles: Tiling, *inputs: Any) -> tuple[tuple[Array, Array], tuple[Array | None, ...]]:
     o, last, states = forward(*inputs, tiles=tiles, save=True)
     return (o, last), (*inputs[:-1], states)
 
 
 def _chunks_backward(
-    tiles: Tiling, saved: tuple[Array | None, ...], cotangents: tuple[Array, Array]
+    tiles: Tiling, saved: tuple[Any, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
     *grads, dstate = backward(*saved, *cotangents, tiles=tiles)
     return *grads, None, dstate

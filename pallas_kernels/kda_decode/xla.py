@@ -52,8 +52,8 @@ def _gather(pool: Pool, slots: Int32[Array, "N"]) -> Pool:
 
 def _scatter(pool: Pool, slots: Int32[Array, "N"], new: Pool) -> Pool:
     where = jnp.where(slots < 0, len(pool.states) + jnp.arange(len(slots)), slots)  # beyond the pool: dropped
-    new = (b.astype(a.dtype) for a, b in zip(pool, new, strict=True))
-    return Pool(*(a.at[where].set(b, mode="drop", unique_indices=True) for a, b in zip(pool, new, strict=True)))
+    cast = (b.astype(a.dtype) for a, b in zip(pool, new, strict=True))
+    return Pool(*(a.at[where].set(b, mode="drop", unique_indices=True) for a, b in zip(pool, cast, strict=True)))
 
 
 def _shift(windows: Float[Array, "N 3 I HK"], x: Projected, tokens: Int32[Array, "N"]) -> Float[Array, "N 3 I HK"]:

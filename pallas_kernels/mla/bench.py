@@ -28,7 +28,7 @@ WITHIN = {"v5p": 2.0, "tpu7x": 2.0}
 def prefill(impl: str, *, heads: int, backward: bool) -> Built:
     """One sequence, whose positions are known when it is compiled: without that, the number of grid steps is not, and an
     estimate of cycles guesses it."""
-    positions = np.arange(TOKENS, dtype=np.int32)[None]
+    positions: Any = np.arange(TOKENS, dtype=np.int32)[None]
     attend: Callable[..., Any] = partial(
         attention, scale=K**-0.5, q_positions=positions, kv_positions=positions, impl=impl
     )

@@ -83,5 +83,5 @@ def steps(some: Bool[Array, "B Q J"], every: Bool[Array, "B Q J"]) -> Steps:
     flags = xp.take_along_axis(flags, pair, 1)
     flags += xp.where(inner == at(first), FIRST, 0) + xp.where(inner == at(last) - 1, LAST, 0)
     flags = xp.where(xp.arange(n) < count[:, None], flags, NOTHING)
-    lists = (x.astype(xp.int32).reshape(-1) for x in (outer, inner, flags))
-    return Steps(*lists, int(count.max()) if xp is np else xp.max(count).astype(xp.int32))
+    outer, inner, flags = (x.astype(xp.int32).reshape(-1) for x in (outer, inner, flags))
+    return Steps(outer, inner, flags, int(count.max()) if xp is np else xp.max(count).astype(xp.int32))

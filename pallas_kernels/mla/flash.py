@@ -5,7 +5,8 @@ is ever transposed: operands come in the layouts that each product needs, the ou
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import jax
@@ -131,7 +132,7 @@ def _backward(form: Form, kept: tuple[Any, ...], g: Float[Array, "B H T V"]) -> 
         x = _strip_backward(form, steps, count, *of_strip, k, v, plan.keys, jnp.float32 if len(plan.backward) > 1 else k.dtype)
         for total, gradient in zip((dq, dk, dv), x, strict=True):
             total.append(gradient)
-    return jnp.concatenate(dq, 2), sum(dk).astype(k.dtype), sum(dv).astype(v.dtype), None
+    return jnp.concatenate(dq, 2), reduce(add, dk).astype(k.dtype), reduce(add, dv).astype(v.dtype), None
 
 
 def _strip_backward(

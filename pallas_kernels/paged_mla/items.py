@@ -46,5 +46,5 @@ def items(lengths: Int32[Array, " B"], *, queries: int, block: int, capacity: in
     short = xp.where(real, short, block + queries - 1)
     of_share = xp.arange(B)
     visited = (of_share >= sequence[:, :1]) & (of_share <= sequence[:, -1:])
-    lists = (x.astype(xp.int32).reshape(-1) for x in (sequence, block_of, short))
-    return Items(*lists, visited, int(count) if xp is np else count.astype(xp.int32))
+    sequence, block_of, short = (x.astype(xp.int32).reshape(-1) for x in (sequence, block_of, short))
+    return Items(sequence, block_of, short, visited, int(count) if xp is np else count.astype(xp.int32))
