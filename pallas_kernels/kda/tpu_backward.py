@@ -140,9 +140,9 @@ def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool) -> None:
             dk_ref[at[j], :] = (grads[j].k * reads + dbeta_k * beta).astype(dk_ref.dtype)
             dv_ref[at[j], :] = derror[j].astype(dv_ref.dtype)
             dbeta_ref[chunks[j]] = jnp.sum((dbeta_k * k).T, 0, keepdims=True)
-            for g in range(tiles.number):
-                part = grads[j].power[g * tiles.size : (g + 1) * tiles.size]
-                powers_ref[j, 0, g * PITCH : g * PITCH + tiles.size] = part
+            for i, part in enumerate((grads[j].later, grads[j].earlier)):
+                for g in range(tiles.number):
+                    powers_ref[j, i, g * PITCH : g * PITCH + tiles.size] = part[g * tiles.size : (g + 1) * tiles.size]
         for j in each:
             dtile = _tile_gradients(grads[j].rows, dlast[j], tiles)
             _log_decay_gradient(log_decay_ref.at[at[j]], powers[j], dtile, tiles, dlog_decay_ref.at[at[j]])
@@ -158,12 +158,14 @@ class _Passed(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Of the tokens as readers and as writers, and of G, without the pairs t = s; of the logarithm of each row."""
+    """Of the tokens as readers and as writers, without the pairs t = s; of the sum of a tile's log decays up to each token (`later`,
+    for a log decay gets those of later tokens) and behind it (`earlier`); of the logarithm of each row."""
 
     q: Float32[Array, "C K"]
     k: Float32[Array, "C K"]
     w: Float32[Array, "C K"]
-    power: Float32[Array, "C K"]
+    later: Float32[Array, "C K"]
+    earlier: Float32[Array, "C K"]
     rows: list[Float32[Array, "n K"]]
 
 
@@ -179,7 +181,7 @@ def _token_gradients(x: Tokens, passed: _Passed, rows: Any, pairs: Masks, tiles:
     dq, dk = jnp.split(dot(dtile, x.w, dtype), 2)
     dtile = columns_of(masked(pairs.after, dA_st), masked(pairs.after, dL_st))
     dw = dot(dtile, rows_of(x.q, x.k), dtype)
-    dpower = x.q * dq + x.k * dk - x.w * dw + reads - keeps
+    later, earlier = x.q * dq + x.k * dk - x.w * dw + reads, keeps
     dq += masked(pairs.reads, by_rows(dq_read, read, tiles))
     dk += masked(pairs.reads, by_rows(dk_read, read, tiles))
     dw += masked(pairs.keeps, by_rows(dw_keep, keep, tiles))
@@ -192,12 +194,13 @@ def _token_gradients(x: Tokens, passed: _Passed, rows: Any, pairs: Masks, tiles:
         dw_level = dot(dlevel, rows_of(merged(none, q, half), merged(none, k, half)), dtype)
         read_part, written_part = q * dq_level + k * dk_level, w * dw_level
         drows.append(_tile_sums(merged(written_part, read_part, half), tiles))
-        dpower += merged(-written_part, read_part, half)
+        later += merged(none, read_part, half)
+        earlier += merged(written_part, none, half)
         dq += merged(none, late_by_rows(dq_level, rows.at[i], tiles, half), half)
         dk += merged(none, late_by_rows(dk_level, rows.at[i], tiles, half), half)
         dw += merged(early_by_rows(dw_level, rows.at[i], tiles, half), none, half)
     drows += [_tile_sums(reads, tiles), _tile_sums(keeps, tiles)]
-    return _Gradients(dq, dk, dw, dpower, drows)
+    return _Gradients(dq, dk, dw, later, earlier, drows)
 
 
 def _tile_sums(x: Float32[Array, "C K"], tiles: Tiling) -> Float32[Array, "n K"]:
@@ -205,7 +208,8 @@ def _tile_sums(x: Float32[Array, "C K"], tiles: Tiling) -> Float32[Array, "n K"]
 
 
 def _tile_gradients(drows: list[Float32[Array, "n K"]], dlast: Float32[Array, "1 K"], tiles: Tiling) -> Float32[Array, "n K"]:
-    """Gradient of each tile's sum of log decays: the chain of products in `decays`, backwards."""
+    """Gradient of each tile's sum of log decays by the pairs that have it between them: the chain of products in `decays`,
+    backwards."""
     *dlevels, dbegin, dend = drows
     tile = lax.broadcasted_iota(jnp.int32, dbegin.shape, 0)
     dwhole = jnp.where(tile == 0, dlast, 0.0)
@@ -215,18 +219,23 @@ def _tile_gradients(drows: list[Float32[Array, "n K"]], dlast: Float32[Array, "1
         dwhole += sibling(dother, is_late, half // tiles.size)
         dbegin += jnp.where(is_late, drow, 0.0)
         dend += jnp.where(is_late, 0.0, drow)
-    return dend + dwhole
+    return dwhole
 
 
-def _log_decay_gradient(log_decay: Any, dpowers: Any, dtile: Float32[Array, "n K"], tiles: Tiling, out: Any) -> None:
-    """Writes the gradient of log_decay, which enters the sum of its tile and G of the tokens from its own on."""
+def _log_decay_gradient(log_decay: Any, parts: Any, dtile: Float32[Array, "n K"], tiles: Tiling, out: Any) -> None:
+    """Writes the gradient of log_decay, from that of its tile and from `later` and `earlier` of `_Gradients` in the ref `parts`.
+
+    Sums of products that do not contain a log decay are left out rather than subtracted, but for pairs of one tile, which cancel.
+    """
     size, n = tiles.size, tiles.number
-    dpower = [dpowers.at[0][pl.ds(p, n, stride=PITCH), :] for p in range(size)]
-    gradient = dtile + sum(dpower)
+    later, earlier = ([parts.at[i][pl.ds(p, n, stride=PITCH), :] for p in range(size)] for i in (0, 1))
+    for p in reversed(range(size - 1)):
+        later[p] += later[p + 1]
+    before = dtile
     for p in range(size):
         at = pl.ds(p, n, stride=size)
-        if tiles.promised:
-            out[at, :] = gradient
-        else:
-            out[at, :] = gradient * jnp.exp(jnp.minimum(log_decay[at, :] - tiles.floor, 0.0))
-        gradient -= dpower[p]
+        gradient = later[p] + before
+        if not tiles.promised:
+            gradient *= jnp.exp(jnp.minimum(log_decay[at, :] - tiles.floor, 0.0))
+        out[at, :] = gradient
+        before += earlier[p]

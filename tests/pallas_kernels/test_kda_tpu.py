@@ -138,7 +138,7 @@ def test_a_sequence_cut_anywhere_equals_one_pass_and_between_chunks_bit_for_bit(
     o2, state, _ = run(where_tokens(second, (*moved, state), inert()), start=cuts)
     for row, at in enumerate(cuts):
         got = np.concatenate([o1[row, :at], o2[row, : T - at]]), state[row]
-        (assert_same_bits if at % 128 == 0 else partial(assert_near, tolerance=1e-6))(got, (o[row], last[row]))
+        (assert_same_bits if at % 128 == 0 else partial(assert_near, tolerance=2e-6))(got, (o[row], last[row]))
 
 
 def test_inert_tokens_leave_the_state_bit_for_bit():
