@@ -8,9 +8,9 @@ A state has its key channels in sublanes, so decay, k and q, which lie along lan
 For decay and k the matrix unit does it: each is cut into three numbers of bf16 whose sum it is exactly, and a product with zeros
 and ones adds them up again in every lane, for two heads at a time. For q lanes are broadcast: so both units share the work.
 
-Rows come in parts, one or more for each core. For an idle row the blocks of the active row before it stay in VMEM (before a part's
-first active row, those of its row 0), so that nothing moves; new states are copied out by hand, those of active rows alone. What is
-computed for an idle row between active ones goes nowhere.
+Rows come in parts, one or more for each core. For an idle row the blocks of the active row before it stay in VMEM (before a
+part's first active row, those of its row 0), so that nothing moves; new states are copied out by hand, those of active rows
+alone. What is computed for an idle row between active ones goes nowhere.
 """
 
 from functools import partial

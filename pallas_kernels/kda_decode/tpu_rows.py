@@ -21,7 +21,7 @@ def stride_of(heads: int) -> int:
 
 
 def standing_of(slots: Int32[Array, "N"], parts: int) -> Int32[Array, "parts N/parts+3"]:
-    """Whose blocks the rows from -1 to n + 1 of a part read: their own if they are active, else those of the active row before them,
+    """Whose blocks the rows from -1 to n + 1 of a part read: their own if they are active, else those of the active row before,
     else those of the part's row 0."""
     n = len(slots) // parts
     row, other = np.arange(n + 3) - 1, np.arange(n)

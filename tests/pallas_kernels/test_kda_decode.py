@@ -251,6 +251,14 @@ def test_a_pool_may_keep_one_input_more_than_the_convolution_needs(impl):
     assert_near((y, new), decode_fp64(x, weights, longer, slots, -5.0))
 
 
+@pytest.mark.slow
+def test_rows_that_come_in_parts_on_tpu():
+    """The second part, and the end of the first, are idle but for one row."""
+    x, weights, pool = draw(Shape(N=70, H=1, slots=70))
+    slots = np.where((np.arange(70) < 40) | (np.arange(70) == 67), np.arange(70)[::-1], -1).astype(np.int32)
+    assert_near(decode("tpu")(x, weights, pool, slots), decode_fp64(x, weights, pool, slots, -5.0))
+
+
 DRAFTED = Shape(N=5, H=2, slots=7)
 ROWS = np.array([-1, 6, 0, 3, 1], np.int32)
 
