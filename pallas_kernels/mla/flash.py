@@ -232,13 +232,7 @@ class _Rows(NamedTuple):
 
     @property
     def key_places(self) -> pl.BlockSpec:
-        """Fetched only for the steps that look at them."""
-
-        def block(b: Any, h: Any, n: Any, *lists: Any) -> Any:
-            flag = lists[2][b * (self.steps.outer.shape[0] // self.batch) + n]
-            return b, 0, (flag & PARTLY) * self._block(b, n, *lists), 0
-
-        return pl.BlockSpec((1, 2, self.size, LANES), block)
+        return pl.BlockSpec((1, 2, self.size, LANES), lambda b, h, n, *lists: (b, 0, self._block(b, n, *lists), 0))
 
 
 def _on_all_lanes(places: Int32[Array, "B 2 S"]) -> Int32[Array, "B 2 S 128"]:
