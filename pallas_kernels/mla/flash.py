@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels.mla.blocks import FIRST, LAST, NOTHING, PARTLY, Steps
 from pallas_kernels.target import current
 
-Q_TILE, K_TILE = 512, 256  # of a block, what is computed at once
+Q_TILE, K_TILE = 256, 256  # of a block, what is computed at once
 LANES = 128
 VMEM = 32 * 2**20  # bytes a kernel may take: half of what v5p and tpu7x have, the rest is XLA's
 LOG2_E = float(np.log2(np.e))
@@ -233,13 +233,7 @@ class _Rows(NamedTuple):
 
     @property
     def key_places(self) -> pl.BlockSpec:
-        """Fetched only for the steps that look at them."""
-
-        def block(b: Any, h: Any, n: Any, *lists: Any) -> Any:
-            flag = lists[2][b * (self.steps.outer.shape[0] // self.batch) + n]
-            return b, 0, (flag & PARTLY) * self._block(b, n, *lists), 0
-
-        return pl.BlockSpec((1, 2, self.size, LANES), block)
+        return pl.BlockSpec((1, 2, self.size, LANES), lambda b, h, n, *lists: (b, 0, self._block(b, n, *lists), 0))
 
 
 def _on_all_lanes(places: Int32[Array, "B 2 S"]) -> Int32[Array, "B 2 S 128"]:
@@ -300,8 +294,8 @@ def _seen(q_places: Any, k_places: Any, rows: Any, columns: Any) -> Bool[Array, 
 
 
 def _tile(n: int) -> int:
-    """Rows of a block of n that the backward takes at once: what divides it, 512 at most."""
-    return next((tile for tile in (512, 384, 256) if n % tile == 0), min(n, LANES))
+    """Rows of a block of n that the backward takes at once: what divides it, 384 at most."""
+    return next((tile for tile in (256, 384) if n % tile == 0), min(n, LANES))
 
 
 def _part(i: Array, size: int) -> Any:

@@ -9,9 +9,9 @@ from pallas_kernels.mla.blocks import module, steps, visible
 from pallas_kernels.mla.flash import LANES, Form, Plan, flash
 from pallas_kernels.target import why_not_on
 
-Q_BLOCK = 1024  # queries
+Q_BLOCK = 512  # queries
 KV_BLOCK = 512  # keys
-STRIP = 16384  # queries whose dq stays in VMEM during the backward: 12 MB in fp32
+STRIP = 2048  # queries whose dq stays in VMEM during the backward: 1.5 MB in fp32
 SMEM_STEPS = 40_000  # pairs of blocks, of three int32 each
 
 

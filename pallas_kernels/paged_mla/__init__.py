@@ -10,7 +10,7 @@ IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 
 def paged_latent_attention(
     q: Float[Array, "B T H LR"],
-    pool: Float[Array, "P page LR"],
+    pool: Float[Array, "P page W"],
     page_table: Int32[Array, "B pages"],
     lengths: Int32[Array, " B"],
     *,
@@ -24,13 +24,16 @@ def paged_latent_attention(
         latent_s = pool[page_table[s // page], s % page]
 
     q           queries in the space of the latents: (q_nope W_k', q_rope), L + R numbers (512 + 64 in K3, neither rotated)
-    pool        per token the normalised latent (L = value_dim), then the shared key; shared by all sequences
+    pool        per token the normalised latent (L = value_dim), then the shared key, then any number of zeros. With W = 640
+                for K3's 576 it takes no more memory on a TPU, which stores whole tiles, and each program gets it as it lies;
+                XLA stores rows of 576 another way round and copies the pool in each program
     page_table  pages of each sequence, in order; what stands past its last used page is not looked at
     lengths     tokens of each sequence, the T new ones included: they are in the pool already. 0: no sequence
     Returns o in q's dtype, exactly 0 where nothing is seen; W_v takes it to values. Softmax and sums run in fp32, and fp32
     latents are multiplied at full precision. Pages that are not used may hold anything, so may the rest of a last page.
     No gradient: it is for decoding.
     """
-    if not 0 < value_dim <= pool.shape[-1]:
-        raise ValueError(f"value_dim={value_dim} must be between 1 and {pool.shape[-1]}, the latent size.")
+    if not 0 < value_dim <= q.shape[-1] <= pool.shape[-1]:
+        raise ValueError(f"value_dim={value_dim} must be between 1 and {q.shape[-1]}, the latent size, and that at most "
+                         f"{pool.shape[-1]}, what the pool has room for.")
     return run("paged_latent_attention", IMPLS, impl, q, pool, page_table, lengths, value_dim=value_dim, scale=scale)

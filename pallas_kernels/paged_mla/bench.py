@@ -20,6 +20,7 @@ from pallas_kernels.aot.case import Built, Case, array
 from pallas_kernels.paged_mla import paged_latent_attention, tpu
 
 LATENT, VALUE, LONGEST = 576, 512, 8192
+ROOM = 640  # numbers of a row of the pool: whole tiles
 
 
 def ragged(sequences: int) -> Int32[np.ndarray, " B"]:
@@ -37,7 +38,7 @@ def decode(impl: str, *, lengths: Any, queries: int, heads: int, page: int) -> B
         return paged_latent_attention(q, pool, table, lengths, value_dim=VALUE, scale=192**-0.5, impl=impl)
 
     return attend, (array(B, queries, heads, LATENT, dtype=jnp.bfloat16),
-                    array(B * pages, page, LATENT, dtype=jnp.bfloat16), array(B, pages, dtype=jnp.int32))
+                    array(B * pages, page, ROOM, dtype=jnp.bfloat16), array(B, pages, dtype=jnp.int32))
 
 
 def least(lengths: Any, queries: int, heads: int) -> tuple[float, float]:
@@ -50,8 +51,7 @@ def moved(lengths: Any, queries: int, heads: int, page: int) -> float:
     """Bytes that the TPU kernel moves between HBM and the chip, on chips with one core."""
     rows = -(-queries * heads // tpu.ROWS) * tpu.ROWS
     tokens = (-(-lengths // tpu.chunk(page)) * tpu.chunk(page)).sum()
-    wide = -(-LATENT // tpu.LANES) * tpu.LANES
-    return float(2 * wide * (tokens + len(lengths) * rows) + len(lengths) * rows * (2 * VALUE + 4 * tpu.LANES))
+    return float(2 * ROOM * (tokens + len(lengths) * rows) + len(lengths) * rows * (2 * VALUE + 4 * tpu.LANES))
 
 
 def decode_case(lengths: Any, queries: int, heads: int, page: int) -> Case:

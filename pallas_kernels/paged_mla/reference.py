@@ -10,7 +10,7 @@ def why_not(*args: object, **kwargs: object) -> str | None:
 
 def paged_latent_attention(
     q: Float[Array, "B T H LR"],
-    pool: Float[Array, "P page LR"],
+    pool: Float[Array, "P page W"],
     page_table: Int32[Array, "B pages"],
     lengths: Int32[Array, " B"],
     *,
@@ -18,7 +18,7 @@ def paged_latent_attention(
     scale: float,
 ) -> Float[Array, "B T H L"]:
     (B, T, _, W), wide = q.shape, jnp.promote_types(jnp.float32, jnp.result_type(q, pool))
-    latent = pool[page_table].reshape(B, -1, W)
+    latent = pool[page_table, :, :W].reshape(B, -1, W)
     slot = jnp.arange(latent.shape[1])
     latent = jnp.where(slot[:, None] < lengths[:, None, None], latent, 0).astype(wide)
     seen = slot <= lengths[:, None, None] - T + jnp.arange(T)[:, None]

@@ -42,9 +42,9 @@ def why_not(
 ) -> str | None:
     if reason := why_not_on("tpu"):
         return reason
-    (B, T, H, W), page, pages = q.shape, pool.shape[1], page_table.shape[1]
+    (B, T, H, _), (_, page, W), pages = q.shape, pool.shape, page_table.shape[1]
     if W % 64 or value_dim % LANES:
-        return f"latents must have a multiple of 64 and values a multiple of {LANES} numbers, got {W} and {value_dim}"
+        return f"the pool's rows must have a multiple of 64 and values a multiple of {LANES} numbers, got {W} and {value_dim}"
     if page % 64:
         return f"pages must have a multiple of 64 tokens, got {page}"
     if T * H > MOST_ROWS:
@@ -58,7 +58,7 @@ def why_not(
 
 def paged_latent_attention(
     q: Float[Array, "B T H LR"],
-    pool: Float[Array, "P page LR"],
+    pool: Float[Array, "P page W"],
     page_table: Int32[Array, "B pages"],
     lengths: Int32[Array, " B"],
     *,
@@ -70,7 +70,7 @@ def paged_latent_attention(
     precision = jax.lax.Precision.HIGHEST if common == jnp.float32 else None
     form = Form(scale, H, T, value_dim, BLOCK, chunk(page), precision)
     work = items(lengths, queries=T, block=BLOCK, capacity=page_table.shape[1] * page, cores=_cores())
-    rows = jnp.pad(q.reshape(B, T * H, W).astype(common), ((0, 0), (0, -T * H % ROWS), (0, 0)))
+    rows = jnp.pad(q.reshape(B, T * H, W).astype(common), ((0, 0), (0, -T * H % ROWS), (0, pool.shape[2] - W)))
     out = _call(form, work, rows, pool, page_table)[:, : T * H].reshape(B, T, H, value_dim)
     return out.astype(q.dtype)
 

@@ -15,7 +15,7 @@ def why_not(*args: object, **kwargs: object) -> str | None:
 
 def paged_latent_attention(
     q: Float[Array, "B T H LR"],
-    pool: Float[Array, "P page LR"],
+    pool: Float[Array, "P page W"],
     page_table: Int32[Array, "B pages"],
     lengths: Int32[Array, " B"],
     *,
@@ -32,7 +32,7 @@ def paged_latent_attention(
 
     def add_block(j: Array, carry: Carry) -> Carry:
         top, total, acc = carry
-        latent = pool[jax.lax.dynamic_slice_in_dim(table, j * pages, pages, 1)].reshape(B, size, W)
+        latent = pool[jax.lax.dynamic_slice_in_dim(table, j * pages, pages, 1), :, :W].reshape(B, size, W)
         slot = j * size + jnp.arange(size)
         latent = jnp.where((slot < lengths[:, None])[..., None], latent, 0).astype(common)
         score = scale * jnp.einsum(

@@ -126,6 +126,13 @@ def test_lengths_that_are_known_when_traced_give_the_same(impl):
 
 
 @each_impl
+def test_zeros_behind_the_latents_change_nothing(impl):
+    q, pool, table, lengths = draw()
+    wide = jnp.pad(pool, ((0, 0), (0, 0), (0, 64)))
+    assert_close(attend(q, wide, table, lengths, impl=impl), formula(q, pool, table, lengths))
+
+
+@each_impl
 def test_bf16_is_weighed_and_summed_in_fp32(impl):
     x = draw(dtype=jnp.bfloat16)
     out = attend(*x, impl=impl)
@@ -164,5 +171,5 @@ def test_sizes_that_do_not_fit_are_refused_before_mosaic_sees_them():
             call(q, pool, jnp.tile(table, (1, 10**4)), lengths)
     with pytest.raises(ValueError, match="it is a kernel for tpu, and programs are compiled for cpu here"):
         call(q, pool, table, lengths)
-    with pytest.raises(ValueError, match="value_dim=193 must be between 1 and 192, the latent size"):
+    with pytest.raises(ValueError, match="value_dim=193 must be between 1 and 192, the latent size, and that at most 192"):
         paged_latent_attention(q, pool, table, lengths, value_dim=193, scale=SCALE)
