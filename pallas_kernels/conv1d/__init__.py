@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.conv1d import reference, xla
+from pallas_kernels.conv1d import reference, tpu, xla
 from pallas_kernels.dispatch import run
 
-IMPLS = {"xla": xla, "reference": reference}
+IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
 
 
 def conv1d(

@@ -40,8 +40,8 @@ def _backward(impl: str) -> Built:
 
 
 CASES = {
-    "forward": Case(_forward, flops=12.0 * B * T * D, bytes=2 * R, impls=("xla",)),
-    "backward": Case(_backward, flops=36.0 * B * T * D, bytes=3 * R, impls=("xla",)),
+    "forward": Case(_forward, flops=12.0 * B * T * D, bytes=2 * R, impls=("tpu", "xla")),
+    "backward": Case(_backward, flops=36.0 * B * T * D, bytes=3 * R, impls=("tpu", "xla")),
 }
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from pallas_kernels.conv1d import IMPLS, conv1d
+from pallas_kernels.conv1d import conv1d, tpu
+from pallas_kernels.target import target
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-each_impl = pytest.mark.parametrize("impl", IMPLS)
+each_impl = pytest.mark.parametrize("impl", ["xla", "reference"])  # laws of the TPU kernel: at the end
 W = 4
 
 
@@ -207,3 +208,70 @@ def test_a_narrow_window_does_not_round_the_row_s_own_taps(impl):
     y, last = forward(impl)(x, weight, jnp.asarray(0 * window, jnp.bfloat16))
     assert last.dtype == jnp.bfloat16
     assert_close(y, forward(impl)(x, weight, 0 * window)[0])
+
+
+def sequences(reset, length):
+    """Begin and end of each sequence in a row."""
+    begins = sorted({0, *np.flatnonzero(reset[:length]), length})
+    return zip(begins[:-1], begins[1:], strict=True)
+
+
+def packed(T, B=2, D=128):
+    """Inputs, and resets in the first tokens, around the border of two tiles and elsewhere."""
+    reset = np.random.default_rng(4).random((B, T)) < 0.05
+    reset[:, 0], reset[0, [1, 2]] = [True, False], True
+    reset[1, 126:130:2] = True
+    return draw(B, T, D), reset
+
+
+@pytest.mark.parametrize("T", [64, 128, 131, 300])
+def test_the_tpu_kernel_equals_the_definition_over_packed_rows(T):
+    (x, weight, window), reset = packed(T)
+    lengths = np.array([T, T - 5])
+    with target("tpu", interpret=True):
+        y, last = forward("tpu")(x, weight, window, reset=reset, lengths=lengths)
+    for row, length in enumerate(lengths):
+        for begin, end in sequences(reset[row], length):
+            before = np.zeros_like(window[row]) if reset[row, begin] else window[row]
+            want, state = convolve_fp64(x[row, begin:end], weight, before)
+            assert_close(y[row, begin:end], want, 2e-6)
+        np.testing.assert_array_equal(last[row], state.astype(np.float32))
+
+
+@pytest.mark.parametrize("T", [64, 131])
+@pytest.mark.parametrize("with_resets", [True, False])
+def test_gradients_of_the_tpu_kernel_are_those_of_the_reference(T, with_resets):
+    inputs, reset = packed(T)
+    reset = reset if with_resets else None
+    r = np.random.default_rng(5)
+    cotangents = tuple(r.standard_normal(a.shape).astype(np.float32) for a in (inputs[0], inputs[2]))
+    want = gradients("reference")(inputs, cotangents, reset)
+    with target("tpu", interpret=True):
+        got = gradients("tpu")(inputs, cotangents, reset)
+    assert_close(got[0], want[0], 5e-6)
+    assert_close(got[1], want[1], 1e-4)  # a sum over all tokens
+    assert_close(got[2], want[2], 5e-6)
+
+
+def test_the_tpu_kernel_sums_in_fp32_and_lets_nothing_over_a_reset():
+    (x, weight, window), _ = packed(150)
+    reset = np.arange(150)[None] == np.array([[129], [2]])
+    x[0, :129] = x[1, :2] = window[:] = np.nan
+    narrow = jnp.asarray(x, jnp.bfloat16), weight, jnp.asarray(window, jnp.bfloat16)
+    with target("tpu", interpret=True):
+        y, last = forward("tpu")(*narrow, reset=reset)
+    wide, _ = forward("reference")(*(jnp.asarray(a, jnp.float32) for a in narrow), reset=reset)
+    assert y.dtype == last.dtype == jnp.bfloat16
+    for row, begin in ((0, 129), (1, 2)):
+        got, want = (np.asarray(a[row, begin:], np.float32) for a in (y, wide))
+        np.testing.assert_allclose(got, want, rtol=2**-8)
+
+
+def test_the_tpu_kernel_says_what_it_cannot_take():
+    x, weight, window = draw(1, 128, D=128)
+    assert "kernel for tpu" in tpu.why_not(x, weight, window)
+    with target("tpu"):
+        assert tpu.why_not(x, weight, window) is None
+        assert "multiple of 128" in tpu.why_not(x[..., :8], weight[:8], window[..., :8])
+        assert "mostly padding with T=1" in tpu.why_not(x[:, :1], weight, window)
+        assert "bf16 or fp32" in tpu.why_not(x, weight, jnp.asarray(window, jnp.bfloat16))
