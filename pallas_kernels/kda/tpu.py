@@ -69,7 +69,8 @@ def _chunks_forward(tiles: Tiling, *inputs: Any) -> tuple[tuple[Array, Array], t
 def _chunks_backward(
     tiles: Tiling, saved: tuple[Any, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
-    *grads, dstate = backward(*saved, *cotangents, tiles=tiles)
+    given: Any = (*saved, *cotangents)
+    *grads, dstate = backward(*given, tiles=tiles)
     return *grads, None, dstate
 
 

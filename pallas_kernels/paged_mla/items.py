@@ -3,7 +3,7 @@
 Where lengths are a numpy array, they are known when the program is traced, and so are the lists.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +30,7 @@ class Items(NamedTuple):
 
 def items(lengths: Int32[Array, " B"], *, queries: int, block: int, capacity: int, cores: int) -> Items:
     """Items of sequences of at most `capacity` tokens, in `cores` shares."""
-    xp = np if isinstance(lengths, np.ndarray) else jnp
+    xp: Any = np if isinstance(lengths, np.ndarray) else jnp
     B = lengths.shape[0]
     n = -(-B * max(1, -(-capacity // block)) // cores)
     blocks = xp.maximum(1, -(-lengths // block))

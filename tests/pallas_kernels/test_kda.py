@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pallas_kernels.kda import IMPLS, kda, kda_step, kda_transition, shapes
+from pallas_kernels.kda import kda, kda_step, kda_transition, shapes
 from pallas_kernels.target import target
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = json.loads((GOLDEN / "kda_op_cases.json").read_text())
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
-# Compiling the interpreted kernels takes most of a test's time: test_kda_tpu.py and test_kda_gpu.py have fast tests, of few shapes.
+# Compiling interpreted kernels takes most of a test's time: test_kda_tpu.py and test_kda_gpu.py have fast tests, of few shapes.
 each_impl = pytest.mark.parametrize("impl", [pytest.param("tpu", marks=pytest.mark.slow), "xla", "reference"])
 
 
