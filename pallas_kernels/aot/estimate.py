@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pallas_kernels.aot.worker import ENVIRONMENT
 
 Job = tuple[str, str]  # case, implementation
 WORSE = 1.10  # estimates may grow by this factor before `regressions` names them
+PATIENCE = 240  # seconds for one job
 
 _INSTALL = {
     "libtpu": 'pip install "k3jax[tpu]"',
@@ -46,29 +48,70 @@ def _package(chip: str) -> str:
 def estimates(module: str, chip: str, jobs: Sequence[Job], *, dump: bool = True) -> Iterator[dict[str, Any]]:
     """Compiles each job of `module`.CASES for `chip`; yields its figures as they come, "error" where it did not compile.
 
-    dump  False: only compiles. Where a version of libtpu ends the process as it writes its figures (0.0.42 for tpu7x), the
-    rest of the jobs are compiled without, and "note" says so.
+    dump  False: only compiles. Some versions of libtpu end the process as they write a kernel's figures, and large kernels are
+    simulated step by step for longer than PATIENCE: such a job is compiled without, and its "note" says why.
     """
     remaining = list(jobs)
-    with tempfile.TemporaryDirectory() as folder:
-        where = folder if dump else "-"
-        arguments = [f"{case}={impl}" for case, impl in remaining]
+    while remaining:
+        reason = ""
+        for result in _compiled(module, chip, remaining, dump):
+            if isinstance(result, str):
+                reason = result
+            else:
+                remaining.pop(0)
+                yield result
+        if not remaining:
+            return
+        case, impl = stopped = remaining.pop(0)
+        if dump:
+            (result,) = estimates(module, chip, [stopped], dump=False)
+            yield result | {"note": f"no estimate: {reason}"}
+        else:
+            yield {"case": case, "impl": impl, "error": reason}
+
+
+def _compiled(module: str, chip: str, jobs: Sequence[Job], dump: bool) -> Iterator[dict[str, Any] | str]:
+    """Results of one process in the order of the jobs; last, why it ended before the jobs did."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
+        arguments = [f"{case}={impl}" for case, impl in jobs]
         worker = "worker" if chip in TPUS else "gpu_worker"
-        command = [sys.executable, "-m", f"pallas_kernels.aot.{worker}", chip, where, module, *arguments]
+        command = [sys.executable, "-m", f"pallas_kernels.aot.{worker}", chip, folder if dump else "-", module, *arguments]
         env = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
-            assert process.stdout is not None and process.stderr is not None
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as process:
+            assert process.stdout is not None
+            watch = Watch(process.kill, PATIENCE)
             for line in process.stdout:
                 if line.startswith("{"):
-                    remaining.pop(0)
                     yield json.loads(line)
-            errors = process.stderr.read()
-    if remaining and dump:
-        note = f"no estimates: {compiler(chip)} ended the process as it wrote them"
-        for result in estimates(module, chip, remaining, dump=False):
-            yield result | {"note": note}
-    elif remaining:
-        yield from ({"case": c, "impl": i, "error": f"the compiler ended the process: {errors[-500:]}"} for c, i in remaining)
+                    watch.restart()
+            watch.stop()
+        errors.seek(0)
+        yield f"over {PATIENCE} s" if watch.rang else f"{compiler(chip)} ended the process: {errors.read()[-500:]}"
+
+
+class Watch:
+    """Calls `ring` once `seconds` have passed since it was started or last restarted."""
+
+    def __init__(self, ring: Callable[[], None], seconds: float):
+        self.ring, self.seconds, self.rang = ring, seconds, False
+        self.timer = self._start()
+
+    def _start(self) -> threading.Timer:
+        timer = threading.Timer(self.seconds, self._ring)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _ring(self) -> None:
+        self.rang = True
+        self.ring()
+
+    def restart(self) -> None:
+        self.stop()
+        self.timer = self._start()
+
+    def stop(self) -> None:
+        self.timer.cancel()
 
 
 def record_path(module: str, chip: str) -> Path:

@@ -1,6 +1,7 @@
 """Laws of the estimator: loops count by their trips, operands do not count, records catch what grew, the compiler answers."""
 
 import json
+import threading
 
 import jax.numpy as jnp
 import pytest
@@ -85,6 +86,33 @@ def test_a_roofline_is_the_slower_of_arithmetic_and_traffic():
 def test_times_come_with_the_temporary_memory():
     seconds, megabytes = measure(lambda x: x @ x @ x, [jnp.ones((64, 64))], repeats=2)
     assert seconds > 0 and megabytes >= 64 * 64 * 4 / 1e6
+
+
+def test_a_job_that_the_compiler_does_not_survive_is_compiled_without_figures_and_the_others_with(monkeypatch):
+    """Job "b" ends the process while figures are written, and job "c" in any case."""
+
+    def process(module, chip, jobs, dump):
+        for case, impl in jobs:
+            if case == "c" or dump and case == "b":
+                yield "crashed"
+                return
+            yield {"case": case, "impl": impl, "dump": dump}
+
+    monkeypatch.setattr(estimate, "_compiled", process)
+    a, b, c, d = estimate.estimates("op", "v5p", [(case, "tpu") for case in "abcd"])
+    assert a["dump"] and d["dump"] and "note" not in a
+    assert not b["dump"] and b["note"] == "no estimate: crashed"
+    assert c["error"] == "crashed"
+
+
+def test_a_watch_rings_once_time_is_up_and_not_when_it_is_restarted_or_stopped():
+    rung = threading.Event()
+    watch = estimate.Watch(rung.set, 0.05)
+    assert rung.wait(5) and watch.rang
+    quiet = estimate.Watch(rung.clear, 60)
+    quiet.restart()
+    quiet.stop()
+    assert not quiet.rang and rung.is_set()
 
 
 @pytest.mark.skipif(estimate.why_not("v5p") is not None, reason=str(estimate.why_not("v5p")))
