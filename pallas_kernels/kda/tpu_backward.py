@@ -158,8 +158,8 @@ class _Passed(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Of the tokens as readers and as writers, without the pairs t = s; of the sum of a tile's log decays up to each token (`later`,
-    for a log decay gets those of later tokens) and behind it (`earlier`); of the logarithm of each row."""
+    """Of the tokens as readers and as writers, without the pairs t = s; of the sum of a tile's log decays up to each token
+    (`later`: a log decay gets those of its own and later tokens) and behind it (`earlier`); of the logarithm of each row."""
 
     q: Float32[Array, "C K"]
     k: Float32[Array, "C K"]
