@@ -55,13 +55,13 @@ def kda(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunks(tiles: Tiling, *inputs: Array | None) -> tuple[Array, Array]:
+def _chunks(tiles: Tiling, *inputs: Any) -> tuple[Array, Array]:
     """Whole chunks. inputs: those of `forward`."""
     o, last = forward(*inputs, tiles=tiles, save=False)
     return o, last
 
 
-def _chunks_forward(tiles: Tiling, *inputs: Array | None) -> tuple[tuple[Array, Array], tuple[Array | None, ...]]:
+def _chunks_forward(tiles: Tiling, *inputs: Any) -> tuple[tuple[Array, Array], tuple[Array | None, ...]]:
     o, last, states = forward(*inputs, tiles=tiles, save=True)
     return (o, last), (*inputs[:-1], states)
 
@@ -69,7 +69,8 @@ def _chunks_forward(tiles: Tiling, *inputs: Array | None) -> tuple[tuple[Array, 
 def _chunks_backward(
     tiles: Tiling, saved: tuple[Array | None, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
-    *grads, dstate = backward(*saved, *cotangents, tiles=tiles)
+    inputs: list[Any] = [*saved, *cotangents]
+    *grads, dstate = backward(*inputs, tiles=tiles)
     return *grads, None, dstate
 
 

@@ -93,9 +93,9 @@ def backward(
 
 
 def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool) -> None:
-    q_ref, k_ref, v_ref, log_decay_ref, beta_ref, before_ref, do_ref, dlast_ref, *refs = refs
-    resets_ref = refs.pop(0) if has_resets else None
-    dq_ref, dk_ref, dv_ref, dlog_decay_ref, dbeta_ref, dstate_ref, powers_ref, rows_ref = refs
+    q_ref, k_ref, v_ref, log_decay_ref, beta_ref, before_ref, do_ref, dlast_ref, *others = refs
+    resets_ref = others.pop(0) if has_resets else None
+    dq_ref, dk_ref, dv_ref, dlog_decay_ref, dbeta_ref, dstate_ref, powers_ref, rows_ref = others
     dtype = q_ref.dtype
     each = range(step.abreast)
 

@@ -152,7 +152,7 @@ def decays(log_decay: Any, powers: Any, rows: Any, tiles: Tiling) -> Float32[Arr
     log_decay: a ref [C, K].
     """
     size, n = tiles.size, tiles.number
-    total = SHIFT
+    total: Any = SHIFT
     for p in range(size):
         total += jnp.maximum(log_decay[pl.ds(p, n, stride=size), :], tiles.floor)
         at = pl.ds(p, n, stride=PITCH)
