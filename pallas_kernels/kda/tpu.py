@@ -67,10 +67,10 @@ def _chunks_forward(tiles: Tiling, *inputs: Any) -> tuple[tuple[Array, Array], t
 
 
 def _chunks_backward(
-    tiles: Tiling, saved: tuple[Any, ...], cotangents: tuple[Array, Array]
+    tiles: Tiling, saved: tuple[Array | None, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
-    given: Any = (*saved, *cotangents)
-    *grads, dstate = backward(*given, tiles=tiles)
+    inputs: list[Any] = [*saved, *cotangents]
+    *grads, dstate = backward(*inputs, tiles=tiles)
     return *grads, None, dstate
 
 

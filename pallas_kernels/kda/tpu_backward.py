@@ -93,9 +93,9 @@ def backward(
 
 
 def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool) -> None:
-    q_ref, k_ref, v_ref, log_decay_ref, beta_ref, before_ref, do_ref, dlast_ref, *rest = refs
-    resets_ref = rest.pop(0) if has_resets else None
-    dq_ref, dk_ref, dv_ref, dlog_decay_ref, dbeta_ref, dstate_ref, powers_ref, rows_ref = rest
+    q_ref, k_ref, v_ref, log_decay_ref, beta_ref, before_ref, do_ref, dlast_ref, *others = refs
+    resets_ref = others.pop(0) if has_resets else None
+    dq_ref, dk_ref, dv_ref, dlog_decay_ref, dbeta_ref, dstate_ref, powers_ref, rows_ref = others
     dtype = q_ref.dtype
     each = range(step.abreast)
 
@@ -158,8 +158,8 @@ class _Passed(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Of the tokens as readers and as writers, without the pairs t = s; of the sum of a tile's log decays up to each token (`later`,
-    for a log decay gets those of later tokens) and behind it (`earlier`); of the logarithm of each row."""
+    """Of the tokens as readers and as writers, without the pairs t = s; of the sum of a tile's log decays up to each token
+    (`later`: a log decay gets those of its own and later tokens) and behind it (`earlier`); of the logarithm of each row."""
 
     q: Float32[Array, "C K"]
     k: Float32[Array, "C K"]

@@ -100,9 +100,9 @@ def applied(
 
 
 def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool, save: bool) -> None:
-    q_ref, k_ref, v_ref, log_decay_ref, beta_ref, first_ref, *rest = refs
-    resets_ref = rest.pop(0) if has_resets else None
-    o_ref, state_ref, *saved_ref, powers_ref, rows_ref = rest
+    q_ref, k_ref, v_ref, log_decay_ref, beta_ref, first_ref, *others = refs
+    resets_ref = others.pop(0) if has_resets else None
+    o_ref, state_ref, *saved_ref, powers_ref, rows_ref = others
     dtype = q_ref.dtype
     each = range(step.abreast)
 
