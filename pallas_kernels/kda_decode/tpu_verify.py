@@ -16,7 +16,6 @@ For the write they are stacked along the contraction, so that one pass does it, 
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -258,7 +257,9 @@ def _kernel(
             seen = sum((keys[m][j] * w[j] for j in range(m)), read[at(m)])
             w.append(beta[m] * (mixed[2][m] - seen))
         for t in range(T):
-            o: Any = sum((queries[t][j] * w[j] for j in range(R + t + 1)), read[at(M + t)])
+            o = read[at(M + t)]
+            for j in range(R + t + 1):
+                o = o + queries[t][j] * w[j]
             o = o.astype(v_1.dtype).astype(jnp.float32)
             gates[at(t)] = gated_norm(o, o_norm[...], gates[at(t)], eps)
         for h in range(heads):
