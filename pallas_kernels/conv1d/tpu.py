@@ -31,7 +31,7 @@ def why_not(
 ) -> str | None:
     if reason := why_not_on("tpu"):
         return reason
-    (B, T, D), W = x.shape, weight.shape[1]
+    (_, T, D), W = x.shape, weight.shape[1]
     if x.dtype not in (jnp.bfloat16, jnp.float32) or window.dtype != x.dtype:
         return f"x and window must both be bf16 or fp32, got {x.dtype} and {window.dtype}"
     if D % LANES or D > CHANNELS:
