@@ -22,6 +22,7 @@ from pallas_kernels.target import current, why_not_on
 LANES = 128
 HALO = 16  # tokens before and behind a tile: those of one packed bf16 register
 ROWS = 128  # tokens of a tile
+PIECE = 48  # tokens that are computed at once, within the registers
 CHANNELS = 4096  # at most: a tile's windows then take 10 MiB of VMEM
 
 
@@ -30,7 +31,7 @@ def why_not(
 ) -> str | None:
     if reason := why_not_on("tpu"):
         return reason
-    (B, T, D), W = x.shape, weight.shape[1]
+    (_, T, D), W = x.shape, weight.shape[1]
     if x.dtype not in (jnp.bfloat16, jnp.float32) or window.dtype != x.dtype:
         return f"x and window must both be bf16 or fp32, got {x.dtype} and {window.dtype}"
     if D % LANES or D > CHANNELS:
@@ -52,14 +53,15 @@ def conv1d(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B W-1 D"]]:
     """See `pallas_kernels.conv1d.conv1d`."""
     W = weight.shape[1]
-    y = _convolve(x, weight.astype(jnp.float32), window, reset)
+    y, tail = _convolve(x, weight.astype(jnp.float32), window, reset)
     if lengths is None:
-        x, reset = x[:, -(W - 1) :], None if reset is None else reset[:, -(W - 1) :]
+        x, reset = tail, None if reset is None else reset[:, -(W - 1) :]
     return y, xla._last_inputs(jnp.concatenate([window, x], axis=1), W, reset, lengths)
 
 
 @jax.custom_vjp
-def _convolve(x: Array, weight: Float32[Array, "D W"], window: Array, reset: Array | None) -> Float[Array, "B T D"]:
+def _convolve(x: Array, weight: Float32[Array, "D W"], window: Array, reset: Array | None) -> tuple[Array, Array]:
+    """y and the row's last W - 1 inputs, whose gradient thus needs no pass over x of its own."""
     (B, T, D), W = x.shape, weight.shape[1]
     xs, halo, reach, tiles = _operands(x, window, reset, W)
     y = pl.pallas_call(
@@ -73,15 +75,15 @@ def _convolve(x: Array, weight: Float32[Array, "D W"], window: Array, reset: Arr
         interpret=current().interpret,
         name="conv1d_forward",
     )(xs, xs, halo, reach, weight.T)
-    return y[:, :T]
+    return y[:, :T], x[:, T - W + 1 :]
 
 
-def _forward(x: Array, weight: Array, window: Array, reset: Array | None) -> tuple[Array, tuple[Any, ...]]:
+def _forward(x: Array, weight: Array, window: Array, reset: Array | None) -> tuple[Any, tuple[Any, ...]]:
     return _convolve(x, weight, window, reset), (x, weight, window, reset)
 
 
-def _backward(saved: tuple[Any, ...], dy: Float[Array, "B T D"]) -> tuple[Array, Array, Array, None]:
-    x, weight, window, reset = saved
+def _backward(saved: tuple[Any, ...], grads: tuple[Array, Array]) -> tuple[Array, Array, Array, None]:
+    (dy, dtail), (x, weight, window, reset) = grads, saved
     (B, T, D), W = x.shape, weight.shape[1]
     xs, halo, reach, tiles = _operands(x, window, reset, W)
     dys = _padded(dy)
@@ -103,7 +105,8 @@ def _backward(saved: tuple[Any, ...], dy: Float[Array, "B T D"]) -> tuple[Array,
         return xla._convolve(inputs, weight, None if reset is None else reset[:, : W - 1]).astype(x.dtype)
 
     dwindow = jax.vjp(first_tokens, window)[1](dy[:, : W - 1])[0]
-    return dx[:, :T], jnp.sum(dweight, (0, 1)).T, dwindow, None
+    dx = dx[:, :T].at[:, T - W + 1 :].add(dtail)
+    return dx, jnp.sum(dweight, (0, 1)).T, dwindow, None
 
 
 _convolve.defvjp(_forward, _backward)
@@ -117,8 +120,9 @@ def _forward_kernel(W: int, x: Any, before: Any, first: Any, reach: Any, weight:
         j = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
         inputs[:HALO] = jnp.where(start, first[:, j].astype(jnp.float32), before[:, j].astype(jnp.float32))
         inputs[HALO:] = x[:, j].astype(jnp.float32)
-        z = _sum(_taps(W, inputs, reached), weight[:, j])
-        y[:, j] = (z * jax.nn.sigmoid(z)).astype(y.dtype)
+        for at in _pieces(ROWS):
+            z = _sum(_taps(W, inputs, reached, at), weight[:, j])
+            y[at, j] = (z * jax.nn.sigmoid(z)).astype(y.dtype)
 
     jax.lax.fori_loop(0, x.shape[1] // LANES, lanes, None)
 
@@ -131,34 +135,43 @@ def _backward_kernel(
     reached[:ROWS] = jnp.broadcast_to(reach[...], (ROWS, LANES))
     reached[ROWS:] = jnp.broadcast_to(reach_behind[...], (HALO, LANES))
 
+    def slope(at: slice, w: Array) -> Array:
+        z = _sum(_taps(W, inputs, reached, at), w)
+        sigmoid = jax.nn.sigmoid(z)
+        return sigmoid * (1 + z * (1 - sigmoid))
+
     def lanes(i: Array, carry: None) -> None:
         j = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
         inputs[:HALO] = jnp.where(start, first[:, j].astype(jnp.float32), before[:, j].astype(jnp.float32))
         inputs[HALO : HALO + ROWS] = x[:, j].astype(jnp.float32)
         inputs[HALO + ROWS :] = behind[:, j].astype(jnp.float32)
-        taps = _taps(W, inputs, reached)
         w = weight[:, j]
-        z = _sum(taps, w)
-        sigmoid = jax.nn.sigmoid(z)
-        slope = sigmoid * (1 + z * (1 - sigmoid))
-        dz[:ROWS] = dy[:, j].astype(jnp.float32) * slope[:ROWS]
-        dz[ROWS:] = jnp.where(last, 0.0, dy_behind[:, j].astype(jnp.float32) * slope[ROWS:])
-        own = dz[:ROWS]
-        for k, tap in enumerate(taps):
-            dweight[k, j] = jnp.sum(own * tap[:ROWS], 0)
-        total = own * w[W - 1 :]
-        for b in range(1, W):
-            total += jnp.where(reached[b : b + ROWS] >= b, dz[b : b + ROWS], 0.0) * w[W - 1 - b : W - b]
-        dx[:, j] = total.astype(dx.dtype)
+        for at in _pieces(ROWS):
+            dz[at] = dy[at, j].astype(jnp.float32) * slope(at, w)
+        behind_it = slice(ROWS, ROWS + HALO)
+        dz[behind_it] = jnp.where(last, 0.0, dy_behind[:, j].astype(jnp.float32) * slope(behind_it, w))
+        sums = [jnp.zeros((1, LANES), jnp.float32)] * W
+        for at in _pieces(ROWS):
+            own = dz[at]
+            sums = [s + jnp.sum(own * tap, 0, keepdims=True) for s, tap in zip(sums, _taps(W, inputs, reached, at), strict=True)]
+            total = own * w[W - 1 :]
+            for b in range(1, W):
+                later = slice(at.start + b, at.stop + b)
+                total += jnp.where(reached[later] >= b, dz[later], 0.0) * w[W - 1 - b : W - b]
+            dx[at, j] = total.astype(dx.dtype)
+        dweight[:, j] = jnp.concatenate(sums)
 
     jax.lax.fori_loop(0, x.shape[1] // LANES, lanes, None)
 
 
-def _taps(W: int, inputs: Any, reached: Any) -> list[Float32[Array, "rows 128"]]:
-    """Each token's last W inputs, oldest first, zero beyond its reach. `inputs` begins HALO tokens before `reached`."""
-    rows = reached.shape[0]
-    back = [inputs[HALO - b : HALO - b + rows] for b in range(W)]
-    return [jnp.where(reached[...] >= b, back[b], 0.0) if b else back[b] for b in reversed(range(W))]
+def _pieces(rows: int) -> list[slice]:
+    return [slice(i, min(i + PIECE, rows)) for i in range(0, rows, PIECE)]
+
+
+def _taps(W: int, inputs: Any, reached: Any, at: slice) -> list[Float32[Array, "rows 128"]]:
+    """The last W inputs of tokens `at`, oldest first, zero beyond their reach. `inputs` begins HALO tokens before `reached`."""
+    back = [inputs[HALO + at.start - b : HALO + at.stop - b] for b in range(W)]
+    return [jnp.where(reached[at] >= b, back[b], 0.0) if b else back[b] for b in reversed(range(W))]
 
 
 def _sum(taps: list[Array], weight: Float32[Array, "W 128"]) -> Float32[Array, "rows 128"]:
