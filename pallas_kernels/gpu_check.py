@@ -31,6 +31,7 @@ from pallas_kernels.kda_decode import kda_decode
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 from pallas_kernels.mla import attention
 from pallas_kernels.mxfp4 import quantize
+from pallas_kernels.paged_mla import paged_latent_attention
 
 BOUND = {jnp.float32: 2e-5, jnp.bfloat16: 2e-2}
 LENGTHS = (1300, 547, 2048, 963, 271, 3063)  # of the sequences of one packed row: 8192 tokens
@@ -78,6 +79,16 @@ def attention_use(H: int, T: int, dtype: Any, rng: np.random.Generator) -> Use:
     return Use(partial(attention, scale=192**-0.5, q_positions=places, kv_positions=places), (q, k, v), free=3)
 
 
+def paged_use(H: int, N: int, most: int, dtype: Any, rng: np.random.Generator) -> Use:
+    """Decode of N sequences of 1 to `most` tokens over pages of 128."""
+    pages = -(-most // 128)
+    pool = jnp.asarray(rng.standard_normal((N * pages, 128, 576), np.float32), dtype)
+    table = jnp.asarray(rng.permutation(N * pages).reshape(N, pages).astype(np.int32))
+    q = jnp.asarray(rng.standard_normal((N, 1, H, 576), np.float32), dtype)
+    lengths = jnp.asarray(np.linspace(1, most, N).astype(np.int32))
+    return Use(partial(paged_latent_attention, value_dim=512, scale=192**-0.5), (q, pool, table, lengths), free=0)
+
+
 def experts_use(sizes: Sequence[int], K: int, M: int, packed: bool, dtype: Any, rng: np.random.Generator) -> Use:
     x = jnp.asarray(rng.standard_normal((sum(sizes), K), np.float32), dtype)
     w = jnp.asarray(rng.standard_normal((len(sizes), M, K), np.float32) * K**-0.5)
@@ -93,6 +104,7 @@ def parity(rng: np.random.Generator) -> dict[str, Callable[[Any], Use]]:
         "kda one sequence": lambda dtype: kda_use(2, [257], dtype, rng),
         "kda packed row": lambda dtype: kda_use(2, [64, 1, 31, 100], dtype, rng),
         "kda_decode": lambda dtype: kda_decode_use(4, 16, dtype, rng),
+        "paged_mla": lambda dtype: paged_use(4, 5, 400, dtype, rng),
         "attention": lambda dtype: attention_use(2, 300, dtype, rng),
         "grouped_matmul": lambda dtype: experts_use([100, 0, 3, 257, 40], 256, 384, False, dtype, rng),
         "grouped_matmul_mxfp4": lambda dtype: experts_use([100, 0, 3, 257, 40], 256, 384, True, dtype, rng),
@@ -108,6 +120,7 @@ def timings(rng: np.random.Generator) -> dict[str, Callable[[], Use]]:
         "kda lengths H=96": lambda: kda_use(96, LENGTHS, half, rng),
         "kda lengths H=64": lambda: kda_use(64, LENGTHS, half, rng),
         "kda_decode 256 H=96": lambda: kda_decode_use(96, 256, half, rng),
+        "paged_mla 64 of 8192 H=96": lambda: paged_use(96, 64, 8192, half, rng),
         "attention T=8192 H=12": lambda: attention_use(12, 8192, half, rng),
         "grouped_matmul 14x1024 rows": lambda: experts_use([1024] * 14, 3584, 3072, False, half, rng),
         "grouped_matmul 14 rows": lambda: experts_use([1] * 14, 3584, 3072, False, half, rng),
