@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -76,7 +77,10 @@ def report(module: str, chip: str, cases: Mapping[str, Case], jobs: Sequence[est
     print(f"{'case':26} {'impl':10} {'cycles':>10} {'ms':>8} {'roofline':>8} {'ratio':>6} {'limit':>5} {'HBM MB':>8} "
           f"{'temp MB':>8} {'VMEM MB':>7} {'spills':>6}  busiest kernel: bundles, units")
     results = []
-    for result in estimate.estimates(module, chip, jobs):
+    walked = [job for job in jobs if cases[job[0]].estimate]
+    others = [job for job in jobs if job not in walked]
+    figures = estimate.estimates(module, chip, walked), estimate.estimates(module, chip, others, dump=False)
+    for result in chain(*figures):
         results.append(result)
         case = cases[result["case"]]
         line = f"{result['case']:26} {result['impl']:10} "
@@ -85,7 +89,7 @@ def report(module: str, chip: str, cases: Mapping[str, Case], jobs: Sequence[est
             continue
         least = roofline(facts, case.flops, case.bytes)
         if "cycles" not in result:
-            print(f"{line}{'compiles':>10} {'':8} {1e3 * least:8.3f}  {result['note']}", flush=True)
+            print(f"{line}{'compiles':>10} {'':8} {1e3 * least:8.3f}  {result.get('note', 'compiled only')}", flush=True)
             continue
         seconds = max(result["cycles"] / facts.clock, case.bytes / facts.hbm)
         if seconds < 0.95 * least:

@@ -16,6 +16,7 @@ class Case(NamedTuple):
            the docstring of the op's bench
     impls  the implementations that it compares
     limit  largest allowed ratio of estimated to roofline time by chip, where the project set itself one
+    estimate  False: compiled only, because libtpu, which walks through every step of such a kernel, takes minutes or does not end
     """
 
     build: Callable[[str], Built]
@@ -23,6 +24,7 @@ class Case(NamedTuple):
     bytes: float
     impls: tuple[str, ...] = ("tpu", "xla")
     limit: Mapping[str, float] = {}
+    estimate: bool = True
 
 
 def array(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:

@@ -69,6 +69,7 @@ def case(rows: int, experts: int, mxfp4: bool, kind: str, limit: float | None) -
         bytes=2 * rows * (K + M) + min(rows, experts) * matrix,
         impls=IMPLS,
         limit={chip: limit for chip in ("v5p", "tpu7x")} if limit else {},
+        estimate=not mxfp4,
     )
 
 

@@ -39,7 +39,7 @@ def why_not(
 ) -> str | None:
     if reason := why_not_on("gpu"):
         return reason
-    for what, size in ("values", value_dim), ("the rest of latents", pool.shape[-1] - value_dim):
+    for what, size in ("values", value_dim), ("the rest of latents", q.shape[-1] - value_dim):
         if size < 16 or size & (size - 1):
             return f"{what} must have a power of two of numbers, from 16 on, got {size}"
     if pool.shape[1] % 16:
@@ -49,7 +49,7 @@ def why_not(
 
 def paged_latent_attention(
     q: Float[Array, "B T H LR"],
-    pool: Float[Array, "P page LR"],
+    pool: Float[Array, "P page W"],
     page_table: Int32[Array, "B pages"],
     lengths: Int32[Array, " B"],
     *,
@@ -95,7 +95,7 @@ def _merged(out: Float[Array, "shares B M L"], log_total: Float32[Array, "shares
 
 def _kernel(form: Form, q, pool, page_table, lengths, out, log_total):
     share, i, b = (pl.program_id(axis) for axis in range(3))
-    page, W = pool.shape[1:]
+    page, W = pool.shape[1], q.shape[-1]
     rows, value, rest = pl.ds(i * form.rows, form.rows), pl.ds(0, form.value_dim), pl.ds(form.value_dim, W - form.value_dim)
     q_value, q_rest, length = q[b, rows, value], q[b, rows, rest], lengths[b]
     last_seen = length - form.queries + (i * form.rows + jnp.arange(form.rows)) // form.heads
