@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.aot import rivals
 from pallas_kernels.aot.bench import main
 from pallas_kernels.aot.case import Built, Case, array
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_mxfp4
@@ -25,10 +26,11 @@ from pallas_kernels.mxfp4 import dequantize
 
 K, M = 3584, 3072
 IMPLS = ("tpu", "gpu", "xla", "ragged_dot")
+RIVALS = {"ragged_dot": jax.lax.ragged_dot, "tokamax": rivals.grouped_matmul}
 
 
 def product(impl: str) -> Callable[..., Array]:
-    return jax.lax.ragged_dot if impl == "ragged_dot" else partial(grouped_matmul, impl=impl)
+    return RIVALS[impl] if impl in RIVALS else partial(grouped_matmul, impl=impl)
 
 
 def product_mxfp4(impl: str) -> Callable[..., Array]:
@@ -67,7 +69,7 @@ def case(rows: int, experts: int, mxfp4: bool, kind: str, limit: float | None) -
         partial(build, rows=rows, experts=experts, mxfp4=mxfp4, kind=kind),
         flops=2 * rows * K * M,
         bytes=2 * rows * (K + M) + min(rows, experts) * matrix,
-        impls=IMPLS,
+        impls=IMPLS if mxfp4 else (*IMPLS, "tokamax"),
         limit={chip: limit for chip in ("v5p", "tpu7x")} if limit else {},
         estimate=not mxfp4,
     )

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.aot import rivals
 from pallas_kernels.aot.bench import main
 from pallas_kernels.aot.case import Built, Case, array
 from pallas_kernels.kda import kda
@@ -32,9 +33,11 @@ def build(impl: str, *, H: int, gradients: bool, decay_floor: float | None) -> B
         with jax.named_scope("operands"):  # timed with random numbers, compiled as if they came so
             return q, k, v, jnp.maximum(-jnp.abs(log_decay), -5), *rest
 
-    op: Callable[..., Any] = partial(kda, impl=impl, decay_floor=decay_floor)
+    tokamax = impl == "tokamax"
+    op: Callable[..., Any] = partial(rivals.kda if tokamax else partial(kda, impl=impl), decay_floor=decay_floor)
+    lead = (H, 1, T) if tokamax else (1, T, H)
     bf16, fp32 = (partial(array, dtype=dtype) for dtype in (jnp.bfloat16, jnp.float32))
-    inputs = (*(bf16(1, T, H, size) for size in (K, K, V)), fp32(1, T, H, K), fp32(1, T, H), fp32(1, H, K, V))
+    inputs = (*(bf16(*lead, size) for size in (K, K, V)), fp32(*lead, K), fp32(*lead), fp32(1, H, K, V))
     if not gradients:
         return lambda *inputs: op(*decaying(*inputs)), inputs
     return lambda do, dstate, *inputs: jax.vjp(op, *decaying(*inputs))[1]((do, dstate)), (inputs[2], inputs[5], *inputs)
@@ -48,7 +51,7 @@ def case(H: int, gradients: bool, decay_floor: float | None, limit: float | None
         partial(build, H=H, gradients=gradients, decay_floor=decay_floor),
         flops=T * H * flops,
         bytes=T * H * moved,
-        impls=("tpu", "gpu", "xla"),
+        impls=("tpu", "gpu", "xla") if decay_floor is None else ("tpu", "gpu", "xla", "tokamax"),
         limit={chip: limit for chip in ("v5p", "tpu7x")} if limit else {},
     )
 
