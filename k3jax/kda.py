@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float
 
 from k3jax.cache import KDAState
 from k3jax.checks import require_hidden
@@ -15,21 +15,8 @@ from k3jax.norm import GatedRMSNorm, l2_normalize
 from k3jax.packing import Packing
 from k3jax.param import normal, param, zeros
 from pallas_kernels.conv1d import conv1d
-from pallas_kernels.kda import kda
+from pallas_kernels.kda import kda, log_decay
 from pallas_kernels.kda_decode import Projected, Weights, kda_decode
-
-
-def log_decay(
-    z: Float[Array, "B T H K"], a_log: Float32[Array, "H"], floor: float | None
-) -> Float32[Array, "B T H K"]:
-    """Log decay per channel from gate logits (bias included), in nats per token, fp32.
-
-        floor * sigmoid(exp(A_log) z)        bounded (K3)
-        -exp(A_log) softplus(z)              floor=None (Kimi-Linear)
-    """
-    z = z.astype(jnp.float32)
-    rate = jnp.exp(a_log.astype(jnp.float32))[:, None]
-    return -rate * jax.nn.softplus(z) if floor is None else floor * jax.nn.sigmoid(rate * z)
 
 
 class ShortConv(nnx.Module):

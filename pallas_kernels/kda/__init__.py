@@ -5,6 +5,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.kda import gpu, reference, step, tpu, xla
+from pallas_kernels.kda.gate import log_decay as log_decay
 
 IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 STEP_IMPLS = {"xla": step}

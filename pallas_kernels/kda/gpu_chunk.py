@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.kda.tiles import tile
+
 C = 64  # tokens of a chunk
-RANGE = 80.0  # nats that a tile may decay: e^80 and e^-80 are normal numbers in fp32 and bf16
 CENTER = 2.0**58  # about e^(RANGE / 2): moves e^G to the middle of the range, and small components stay normal numbers
-LIMIT = {jnp.dtype(jnp.float32): -20.0, jnp.dtype(jnp.bfloat16): -10.0}  # e^limit is below the rounding of a product
 PARTS = {jnp.dtype(jnp.float32): 3, jnp.dtype(jnp.bfloat16): 2}  # of a summand, 8 bits each
 SOLVED = 16  # tokens whose triangle is inverted by substitution
 
@@ -44,9 +44,7 @@ class Tiling(NamedTuple):
 
 def tiling(decay_floor: float | None, dtype: Any) -> Tiling:
     """The largest tiles for decays above `decay_floor` (None: unbounded)."""
-    limit = LIMIT[jnp.dtype(dtype)]
-    floor = limit if decay_floor is None else max(decay_floor, limit)
-    size = next(size for size in (16, 8, 4) if -floor * size <= RANGE)
+    size, floor = tile(decay_floor, dtype)
     return Tiling(size, floor)
 
 

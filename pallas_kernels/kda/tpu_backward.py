@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.kda.tpu_chunk import (
     PITCH,
     VMEM,
+    Blocks,
     C,
     Masks,
     Steps,
@@ -66,18 +67,12 @@ def backward(
     step = steps(T, ABREAST)
     n = step.chunks
     end = T // C // n - 1
-
-    def by_token(width):
-        return pl.BlockSpec((None, None, n * C, width), lambda b, h, i: (b, h, end - i, 0))
-
-    def by_chunk(*sizes):
-        return pl.BlockSpec((None, None, n, *sizes), lambda b, h, i: (b, h, end - i, 0, 0))
-
-    whole = pl.BlockSpec((None, None, K, V), lambda b, h, i: (b, h, 0, 0))
+    blocks = Blocks(n, lambda i: end - i)
+    by_token, by_chunk, whole = blocks.by_token, blocks.by_chunk, blocks.whole(K, V)
     given = [(q, by_token(K)), (k, by_token(K)), (v, by_token(V)), (log_decay, by_token(K)), (beta, by_chunk(1, C))]
     inputs = [*given, (states, by_chunk(K, V)), (do, by_token(V)), (dstate, whole)]
     if resets is not None:
-        inputs.append((resets, pl.BlockSpec((None, n, 1, C), lambda b, h, i: (b, end - i, 0, 0))))
+        inputs.append((resets, blocks.of_all_heads()))
     outputs = [*given, (dstate, whole)]
     return pl.pallas_call(
         partial(_kernel, tiles=tiles, step=step, has_resets=resets is not None),

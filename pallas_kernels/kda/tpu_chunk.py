@@ -26,10 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.kda.tiles import RANGE, tile
+
 C = 128  # tokens of a chunk: the width of a vector register, so that a [C, C] array fills registers
-RANGE = 80.0  # nats that a tile may decay
 SHIFT = RANGE / 2  # log c: small components of k and beta remain normal numbers, in fp32 and bf16, times e^40 and e^-40
-LIMIT = {jnp.dtype(jnp.float32): -20.0, jnp.dtype(jnp.bfloat16): -10.0}  # e^limit is below the rounding of a product
 VMEM = 32 * 2**20  # bytes that XLA leaves to a kernel: about twice of what the backward takes for K = V = 256
 SMALL = 8  # tokens whose triangle is inverted by substitution: the rows of one register
 PITCH = 24  # rows between tiles where powers are stored: rows 0, 24, 48, 72 lie in different banks of VMEM, 0, 16, 32 do not
@@ -99,11 +99,32 @@ def steps(T: int, abreast: int) -> Steps:
     return Steps(chunks, next(n for n in range(abreast, 0, -1) if chunks % n == 0))
 
 
+class Blocks(NamedTuple):
+    """What a grid step takes of arrays of B rows and H heads: `chunks` chunks, from block at(i) of its tokens in step i."""
+
+    chunks: int
+    at: Callable[[Any], Any]
+
+    def by_token(self, width: int) -> pl.BlockSpec:
+        """Of [B, H, T, width]."""
+        return pl.BlockSpec((None, None, self.chunks * C, width), lambda b, h, i: (b, h, self.at(i), 0))
+
+    def by_chunk(self, *sizes: int) -> pl.BlockSpec:
+        """Of [B, H, N, *sizes], two sizes."""
+        return pl.BlockSpec((None, None, self.chunks, *sizes), lambda b, h, i: (b, h, self.at(i), 0, 0))
+
+    def of_all_heads(self) -> pl.BlockSpec:
+        """Of [B, N, 1, C]."""
+        return pl.BlockSpec((None, self.chunks, 1, C), lambda b, h, i: (b, self.at(i), 0, 0))
+
+    def whole(self, K: int, V: int) -> pl.BlockSpec:
+        """The head's own [K, V] in every step, of [B, H, K, V]."""
+        return pl.BlockSpec((None, None, K, V), lambda b, h, i: (b, h, 0, 0))
+
+
 def tiling(decay_floor: float | None, dtype: Any) -> Tiling:
     """The largest tiles for decays above `decay_floor` (None: unbounded)."""
-    limit = LIMIT[jnp.dtype(dtype)]
-    floor = limit if decay_floor is None else max(decay_floor, limit)
-    size = next(size for size in (16, 8, 4) if -floor * size <= RANGE)
+    size, floor = tile(decay_floor, dtype)
     return Tiling(size, floor, floor == decay_floor)
 
 

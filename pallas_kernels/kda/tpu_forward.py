@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.kda.tpu_chunk import (
     VMEM,
+    Blocks,
     C,
     Masks,
     Steps,
@@ -55,18 +56,12 @@ def forward(
     V = v.shape[-1]
     step = steps(T, ABREAST)
     n = step.chunks
-
-    def by_token(width):
-        return pl.BlockSpec((None, None, n * C, width), lambda b, h, i: (b, h, i, 0))
-
-    def by_chunk(*sizes):
-        return pl.BlockSpec((None, None, n, *sizes), lambda b, h, i: (b, h, i, 0, 0))
-
-    whole = pl.BlockSpec((None, None, K, V), lambda b, h, i: (b, h, 0, 0))
+    blocks = Blocks(n, lambda i: i)
+    by_token, by_chunk, whole = blocks.by_token, blocks.by_chunk, blocks.whole(K, V)
     inputs = [(q, by_token(K)), (k, by_token(K)), (v, by_token(V)), (log_decay, by_token(K)), (beta, by_chunk(1, C))]
     inputs.append((state, whole))
     if resets is not None:
-        inputs.append((resets, pl.BlockSpec((None, n, 1, C), lambda b, h, i: (b, i, 0, 0))))
+        inputs.append((resets, blocks.of_all_heads()))
     outputs = [(jax.ShapeDtypeStruct(v.shape, v.dtype), by_token(V)), (jax.ShapeDtypeStruct(state.shape, jnp.float32), whole)]
     if save:
         outputs.append((jax.ShapeDtypeStruct((B, H, T // C, K, V), jnp.float32), by_chunk(K, V)))

@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Float32
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 
 class Projected(NamedTuple):
@@ -34,3 +36,9 @@ class Pool(NamedTuple):
 
     states: Float32[Array, "slots H K K"]
     windows: Float[Array, "slots 3 I HK"]
+
+
+def windows_after(windows: Float[Array, "N 3 I HK"], x: Projected, tokens: Int32[Array, "N"]) -> Float[Array, "N 3 I HK"]:
+    """The windows after the first so many tokens of x."""
+    inputs = jnp.concatenate([windows, jnp.stack([x.q, x.k, x.v], axis=1).astype(windows.dtype)], axis=2)
+    return jax.vmap(lambda a, t: jax.lax.dynamic_slice_in_dim(a, t, windows.shape[2], axis=1))(inputs, tokens)

@@ -37,7 +37,7 @@ def kda_verify(
     """See `pallas_kernels.kda_decode.kda_verify`."""
     H, W = pool.states.shape[1], weights.conv.shape[1]
     windows = jnp.take(pool.windows, slots, axis=0, mode="clip")
-    moved = _moved(windows, before, accepted)
+    moved = windows_after(windows, before, accepted)
 
     def convolved(tokens: Projected, windows: Float[Array, "N 3 I HK"]) -> list[Array]:
         last = windows[:, :, windows.shape[2] - (W - 1) :]
@@ -58,12 +58,6 @@ def kda_verify(
         name="kda_verify",
     )(*given)
     return y, Pool(states, windows)
-
-
-def _moved(windows: Float[Array, "N 3 I HK"], x: Projected, tokens: Int32[Array, "N"]) -> Float[Array, "N 3 I HK"]:
-    """The windows after the first so many tokens of x."""
-    inputs = jnp.concatenate([windows, jnp.stack([x.q, x.k, x.v], axis=1).astype(windows.dtype)], axis=2)
-    return jax.vmap(lambda a, t: jax.lax.dynamic_slice_in_dim(a, t, windows.shape[2], axis=1))(inputs, tokens)
 
 
 def _kernel(

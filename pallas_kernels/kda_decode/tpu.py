@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.kda.gate import log_decay_at
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 from pallas_kernels.kda_decode.tpu_rows import (
     ROWS,
@@ -28,7 +29,6 @@ from pallas_kernels.kda_decode.tpu_rows import (
     cores,
     down,
     gated_norm,
-    log_decay,
     pieces_of,
     standing_of,
     stride_of,
@@ -214,7 +214,7 @@ def _kernel(
                 window_out[c, :, h * K : (h + 1) * K] = new.astype(windows_out.dtype)
         q_now, k_now, v_now = mixed
         q_now, k_now = unit(q_now) * K**-0.5, unit(k_now)
-        decay_now = jnp.exp(log_decay(decay_rows[of(now)] + bias[...], rate[...], decay_floor))
+        decay_now = jnp.exp(log_decay_at(rate[...], decay_rows[of(now)] + bias[...], decay_floor))
         beta_now = beta_of[(part * n + now) // K, ours]
         lane = jax.lax.broadcasted_iota(jnp.int32, beta_now.shape, 1)
         beta_now = jnp.sum(jnp.where(lane == (part * n + now) % K, beta_now, 0), axis=1, keepdims=True)

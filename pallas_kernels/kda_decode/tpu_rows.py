@@ -39,13 +39,6 @@ def pieces_of(x: Float32[Array, "..."]) -> list[Float32[Array, "..."]]:
     return pieces
 
 
-def log_decay(
-    z: Float32[Array, "heads K"], rate: Float32[Array, "heads K"], floor: float | None
-) -> Float32[Array, "heads K"]:
-    """Nats per token; rate is exp(A_log)."""
-    return -rate * jax.nn.softplus(z) if floor is None else floor * jax.nn.sigmoid(rate * z)
-
-
 def unit(x: Float32[Array, "heads K"]) -> Float32[Array, "heads K"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + 1e-6)
 

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.kda.gate import log_decay_at
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 from pallas_kernels.kda_decode.tpu_rows import (
     ROWS,
@@ -30,7 +31,6 @@ from pallas_kernels.kda_decode.tpu_rows import (
     cores,
     down,
     gated_norm,
-    log_decay,
     pieces_of,
     standing_of,
     stride_of,
@@ -217,7 +217,7 @@ def _kernel(
         decay, beta = [], []
         for m in range(M):
             kept = m < replayed if m < R else True
-            d = jnp.exp(log_decay(decays[at(m)] + bias[...], rate[...], decay_floor))
+            d = jnp.exp(log_decay_at(rate[...], decays[at(m)] + bias[...], decay_floor))
             decay.append(jnp.where(kept, d, 1))
             beta.append(jnp.where(kept, down(betas[m : m + 1], head_0, heads), 0))
 

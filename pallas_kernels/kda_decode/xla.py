@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.conv1d import conv1d
-from pallas_kernels.kda import kda_step
-from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
+from pallas_kernels.kda import kda_step, log_decay
+from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights, windows_after
 
 Token = tuple[Array, Array, Array, Array, Array]  # q, k, v, log decay and beta, as kda_step takes them
 
@@ -23,7 +23,7 @@ def kda_decode(
     x = Projected(*(a[:, None] for a in x))
     o, state = kda_step(*_tokens(x, weights, old, decay_floor)[0], old.states)
     y = _output(o[:, None], x.gate, weights, slots, eps)[:, 0]
-    return y, _scatter(pool, slots, Pool(state, _shift(old.windows, x, jnp.ones_like(slots))))
+    return y, _scatter(pool, slots, Pool(state, windows_after(old.windows, x, jnp.ones_like(slots))))
 
 
 def kda_verify(
@@ -36,7 +36,7 @@ def kda_verify(
     for t, token in enumerate(_tokens(before, weights, old, decay_floor)):
         replayed = (t < accepted)[:, None, None, None]
         state = jnp.where(replayed, kda_step(*token, state)[1], state)
-    new = Pool(state, _shift(old.windows, before, accepted))
+    new = Pool(state, windows_after(old.windows, before, accepted))
     outputs = []
     for token in _tokens(x, weights, new, decay_floor):
         o, state = kda_step(*token, state)
@@ -56,12 +56,6 @@ def _scatter(pool: Pool, slots: Int32[Array, "N"], new: Pool) -> Pool:
     return Pool(*(a.at[where].set(b, mode="drop", unique_indices=True) for a, b in zip(pool, cast, strict=True)))
 
 
-def _shift(windows: Float[Array, "N 3 I HK"], x: Projected, tokens: Int32[Array, "N"]) -> Float[Array, "N 3 I HK"]:
-    """The windows after the first so many tokens of x."""
-    inputs = jnp.concatenate([windows, jnp.stack([x.q, x.k, x.v], axis=1).astype(windows.dtype)], axis=2)
-    return jax.vmap(lambda a, t: jax.lax.dynamic_slice_in_dim(a, t, windows.shape[2], axis=1))(inputs, tokens)
-
-
 def _tokens(x: Projected, weights: Weights, pool: Pool, decay_floor: float | None) -> list[Token]:
     """What the recurrence takes of each token."""
     N, T, _ = x.q.shape
@@ -74,12 +68,6 @@ def _tokens(x: Projected, weights: Weights, pool: Pool, decay_floor: float | Non
     beta = jax.nn.sigmoid(x.beta.astype(jnp.float32))
     arrays = _unit(q) * K**-0.5, _unit(k), v, log_decay(z, weights.A_log, decay_floor), beta
     return [tuple(a[:, t] for a in arrays) for t in range(T)]  # pyright: ignore[reportReturnType]
-
-
-def log_decay(z: Float32[Array, "*N H K"], A_log: Float32[Array, "H"], floor: float | None) -> Float32[Array, "*N H K"]:
-    """Of logits that hold their bias, in nats per token."""
-    rate = jnp.exp(A_log)[:, None]
-    return -rate * jax.nn.softplus(z) if floor is None else floor * jax.nn.sigmoid(rate * z)
 
 
 def _unit(x: Float[Array, "*N H K"]) -> Float32[Array, "*N H K"]:

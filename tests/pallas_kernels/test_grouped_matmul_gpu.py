@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.grouped_matmul import gpu, grouped_matmul, grouped_matmul_mxfp4
 from pallas_kernels.mxfp4 import dequantize
 from pallas_kernels.target import target
+from tests.pallas_kernels.test_grouped_matmul import formula, int32, spans
 
 N, K, M, E = 50, 96, 32, 4
 multiply = jax.jit(partial(grouped_matmul, impl="gpu"))
@@ -34,25 +35,8 @@ def draw(n=N, k=K, m=M, e=E, dtype=jnp.float32):
     return [jnp.asarray(rng.normal(size=s), dtype) for s in ((n, k), (e, k, m), (n, m))]
 
 
-def spans(sizes):
-    ends = np.cumsum(sizes)
-    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-
-
-def formula(x, w, sizes):
-    x, w = (np.asarray(t, np.float64) for t in (x, w))
-    y = np.zeros((x.shape[0], w.shape[2]))
-    for e, span in enumerate(spans(sizes)):
-        y[span] = x[span] @ w[e]
-    return y
-
-
 def weight_gradient(x, g, sizes):
     return np.stack([np.asarray(x[s], np.float64).T @ np.asarray(g[s], np.float64) for s in spans(sizes)])
-
-
-def int32(sizes):
-    return jnp.asarray(sizes, jnp.int32)
 
 
 def assert_close(got, expected):

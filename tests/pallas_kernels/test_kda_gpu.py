@@ -9,19 +9,14 @@ import pytest
 
 from pallas_kernels.kda import kda, shapes
 from pallas_kernels.target import target
+from tests.pallas_kernels.test_kda import NAMES, draw_cotangents, recurrence_fp64
 
-NAMES = ("q", "k", "v", "log_decay", "beta", "state")
 B, T, K = 8, 130, 128
 slow = pytest.mark.slow
 
 
 def draw(rows=B, tokens=T, **kwargs):
     return shapes.draw(shapes.Shape(rows, tokens, 1, K, K), **kwargs)
-
-
-def draw_cotangents(inputs, seed=1):
-    r = np.random.default_rng(seed)
-    return tuple(r.standard_normal(x.shape).astype(np.float32) for x in (inputs[2], inputs[5]))
 
 
 @cache
@@ -46,32 +41,10 @@ def run(inputs, cotangents=None, *, reset=None, start=None, decay_floor=None, dt
 
 
 def definition(inputs, cotangents=None, reset=None):
-    """The recurrence in float64, one token after the other, and its gradients by hand; by the names of `run`."""
-    q, k, v, log_decay, beta, S = (np.asarray(x, np.float64) for x in inputs)
-    do, dS = (np.asarray(x, np.float64) for x in (draw_cotangents(inputs) if cotangents is None else cotangents))
-    decay = np.exp(log_decay) * (1 if reset is None else ~reset[..., None, None])
-    decayed, error, o = [], [], []
-    for t in range(q.shape[1]):
-        decayed.append(decay[:, t, ..., None] * S)
-        error.append(v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], decayed[t]))
-        S = decayed[t] + np.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], error[t])
-        o.append(np.einsum("bhk,bhkv->bhv", q[:, t], S))
-    result = {"o": np.stack(o, 1), "last": S}
-    grads = {name: np.zeros_like(x) for name, x in zip(NAMES, (q, k, v, log_decay, beta), strict=False)}
-    for t in reversed(range(q.shape[1])):
-        write = beta[:, t, :, None] * error[t]
-        after = decayed[t] + np.einsum("bhk,bhv->bhkv", k[:, t], write)
-        grads["q"][:, t] = np.einsum("bhkv,bhv->bhk", after, do[:, t])
-        dS = dS + np.einsum("bhk,bhv->bhkv", q[:, t], do[:, t])
-        dwrite = np.einsum("bhkv,bhk->bhv", dS, k[:, t])
-        derror = beta[:, t, :, None] * dwrite
-        grads["beta"][:, t] = np.sum(dwrite * error[t], -1)
-        grads["v"][:, t] = derror
-        grads["k"][:, t] = np.einsum("bhkv,bhv->bhk", dS, write) - np.einsum("bhkv,bhv->bhk", decayed[t], derror)
-        dS = dS - np.einsum("bhk,bhv->bhkv", k[:, t], derror)
-        grads["log_decay"][:, t] = np.sum(dS * decayed[t], -1)
-        dS = decay[:, t, ..., None] * dS
-    return result | grads | {"state": dS}
+    """The recurrence in float64 and its gradients, by the names of `run`."""
+    inputs = tuple(map(np.asarray, inputs))
+    o, last, grads = recurrence_fp64(inputs, reset, draw_cotangents(inputs) if cotangents is None else cotangents)
+    return {"o": o, "last": last} | grads
 
 
 def assert_near(got, want, tolerance):
