@@ -34,7 +34,7 @@ class Pool(NamedTuple):
     with slots innermost, and the kernel's call is put between two copies of all windows.
     """
 
-    states: Float32[Array, "slots H K K"]
+    states: Float[Array, "slots H K K"]  # fp32; XLA also steps narrower ones, in fp32
     windows: Float[Array, "slots 3 I HK"]
 
 

@@ -24,6 +24,8 @@ def why_not(
     K = pool.states.shape[-1]
     if reason := why_not_on("gpu"):
         return reason
+    if pool.states.dtype != jnp.float32:
+        return f"states must be float32, got {pool.states.dtype}"
     if not 16 <= K <= 128 or K & (K - 1):
         return f"heads must have 16, 32, 64 or 128 channels, got {K}"
     return None

@@ -48,6 +48,8 @@ def why_not(
     K = pool.states.shape[-1]
     if reason := why_not_on("tpu"):
         return reason
+    if pool.states.dtype != jnp.float32:
+        return f"states must be float32, got {pool.states.dtype}"
     return None if K == 128 else f"heads must have 128 channels, got {K}"
 
 

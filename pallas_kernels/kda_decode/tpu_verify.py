@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.kda.gate import log_decay_at
+from pallas_kernels.kda_decode import tpu
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 from pallas_kernels.kda_decode.tpu_rows import (
     ROWS,
@@ -36,7 +37,7 @@ from pallas_kernels.kda_decode.tpu_rows import (
     stride_of,
     unit,
 )
-from pallas_kernels.target import current, why_not_on
+from pallas_kernels.target import current
 
 HEADS = 12  # most heads of a block
 TOKENS = 8  # most of a window
@@ -48,11 +49,9 @@ def why_not(
     x: Projected, before: Projected, accepted: Int32[Array, "N"], weights: Weights, pool: Pool, slots: Int32[Array, "N"],
     *, decay_floor: float | None, eps: float,
 ) -> str | None:
-    K, R, T = pool.states.shape[-1], before.q.shape[1], x.q.shape[1]
-    if reason := why_not_on("tpu"):
+    if reason := tpu.why_not(x, weights, pool, slots, decay_floor=decay_floor, eps=eps):
         return reason
-    if K != 128:
-        return f"heads must have 128 channels, got {K}"
+    R, T = before.q.shape[1], x.q.shape[1]
     return None if 1 <= R <= TOKENS and 1 <= T <= TOKENS else f"windows must have 1 to {TOKENS} tokens, got {R} and {T}"
 
 

@@ -35,10 +35,11 @@ def decode(q, k, v, decay, beta, gate, conv, rate, bias, norm, states, windows, 
     return kda_decode(x, weights, pool, slots, decay_floor=-5.0, eps=1e-5, impl=impl)
 
 
-def slots(K):
+def slots(K, states=jnp.float32):
     """Operands of kda_decode: 4 rows of one head."""
-    wide = [of(4, K)] * 4
-    return *wide, of(4, 1), of(4, K), full(3, 4, K), full(1), full(K), full(K), full(4, 1, K, K), of(4, 3, 3, K), counts
+    projected = *[of(4, K)] * 4, of(4, 1), of(4, K)
+    weights = full(3, 4, K), full(1), full(K), full(K)
+    return *projected, *weights, of(4, 1, K, K, dtype=states), of(4, 3, 3, K), counts
 
 
 def attend(q, k, v, positions, *, impl):
@@ -62,6 +63,7 @@ REFUSED = {
     "kda, oversized": (kda, tokens(512), "VMEM, got K=512"),
     "kda, two dtypes": (kda, (of(1, 256, 1, 128, dtype=jnp.float32), *tokens(128)[1:]), "must all be float32"),
     "kda_decode, misaligned": (decode, slots(64), "128 channels, got 64"),
+    "kda_decode, states in bf16": (decode, slots(128, jnp.bfloat16), "states must be float32, got bfloat16"),
     "attention, misaligned": (attend, heads(100, 128), "multiple of 64"),
     "grouped_matmul, misaligned": (grouped_matmul, (of(64, 100), of(4, 100, 256), counts), "multiples of 8 below, got .*100"),
     "grouped_matmul, oversized": (grouped_matmul, (of(64, 2**17), of(4, 2**17, 256), counts), "MiB of VMEM"),
