@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.conv1d import conv1d
 from pallas_kernels.kda_decode import gpu
-from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
+from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights, windows_after
 from pallas_kernels.kda_decode.gpu import decay_factor, sigmoid, unit
 from pallas_kernels.target import current
 
