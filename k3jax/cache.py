@@ -125,7 +125,7 @@ class Cache:
     """State of a batch of sequences after `length` tokens each. One entry of `layers` per stack of layers."""
 
     layers: tuple[KDAState | MLAState, ...]
-    length: Int[Array, "B"]
+    length: Int[Array, " B"]
 
     @property
     def capacity(self) -> int | None:
@@ -144,7 +144,7 @@ class Cache:
                 entries.append(KDAState.empty(config, batch, n) if kda else MLAState.empty(config, batch, capacity, n))
         return cls(tuple(entries), jnp.zeros(batch, jnp.int32))
 
-    def take(self, rows: Int[Array, "N"]) -> "Cache":
+    def take(self, rows: Int[Array, " N"]) -> "Cache":
         """A cache whose rows are copies of the given rows: forks one prefix into n samples."""
         layers = jax.tree.map(lambda a: jnp.take(a, rows, axis=1), self.layers)
         return replace(self, layers=layers, length=self.length[rows])

@@ -263,8 +263,8 @@ def _over_chessboard(
 
 
 def media_repeats(
-    ids: Int[np.ndarray, "T"], pad_id: int, tokens_per_image: Sequence[int]
-) -> Int32[np.ndarray, "T"]:
+    ids: Int[np.ndarray, " T"], pad_id: int, tokens_per_image: Sequence[int]
+) -> Int32[np.ndarray, " T"]:
     """How often each token occurs after expansion: once, a <|media_pad|> as often as its image has tokens.
 
     np.repeat(x, media_repeats(…)) expands whatever else is per token, a loss mask for instance. Raises
@@ -284,8 +284,8 @@ def media_repeats(
 
 
 def expand_media_pads(
-    ids: Sequence[int] | Int[np.ndarray, "T"], pad_id: int, tokens_per_image: Sequence[int]
-) -> Int32[np.ndarray, "expanded"]:
+    ids: Sequence[int] | Int[np.ndarray, " T"], pad_id: int, tokens_per_image: Sequence[int]
+) -> Int32[np.ndarray, " expanded"]:
     """Repeats the one <|media_pad|> of each image as often as the image has tokens; see media_repeats."""
     row = np.asarray(ids, np.int32)
     return np.repeat(row, media_repeats(row, pad_id, tokens_per_image))

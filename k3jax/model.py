@@ -79,7 +79,7 @@ class K3(nnx.Module):
         segments: Int[Array, "B T"] | None = None,
         *,
         cache: Cache | None = None,
-        adapters: Int[Array, "B"] | Int[Array, "B T"] | None = None,
+        adapters: Int[Array, " B"] | Int[Array, "B T"] | None = None,
         picks: Any = None,
         histogram: bool = False,
         image_features: Float[Array, "B M D"] | None = None,

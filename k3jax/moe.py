@@ -32,7 +32,7 @@ class ExpertLinear(nnx.Module):
         self.kernel = param(rngs, (experts, in_size, out_size), ("experts", *axes), normal(config.init_std), config.param_dtype)
         self.lora: LoRAPool | None = nnx.data(None)
 
-    def __call__(self, rows: Float[Array, "N I"], sizes: Int32[Array, "E"], gate: Bool[Array, "N R"] | None) -> Array:
+    def __call__(self, rows: Float[Array, "N I"], sizes: Int32[Array, " E"], gate: Bool[Array, "N R"] | None) -> Array:
         return _with_lora(grouped_matmul(rows, self.kernel[...].astype(rows.dtype), sizes), self.lora, rows, sizes, gate)
 
 
@@ -46,7 +46,7 @@ class PackedExpertLinear(nnx.Module):
         self.scale = param(rngs, (experts, out_size, in_size // 32), names, zeros, jnp.uint8, Packed)
         self.lora: LoRAPool | None = nnx.data(None)
 
-    def __call__(self, rows: Float[Array, "N I"], sizes: Int32[Array, "E"], gate: Bool[Array, "N R"] | None) -> Array:
+    def __call__(self, rows: Float[Array, "N I"], sizes: Int32[Array, " E"], gate: Bool[Array, "N R"] | None) -> Array:
         y = grouped_matmul_mxfp4(rows, self.packed[...], self.scale[...], sizes)
         return _with_lora(y, self.lora, rows, sizes, gate)
 
@@ -74,7 +74,7 @@ class Experts(nnx.Module):
         self.w3 = make(L, F, ("expert_in", "mlp"))
         self.w2 = make(F, L, ("mlp", "expert_in"))
 
-    def __call__(self, rows: Float[Array, "N L"], sizes: Int32[Array, "E"], gate: Bool[Array, "N R"] | None) -> Array:
+    def __call__(self, rows: Float[Array, "N L"], sizes: Int32[Array, " E"], gate: Bool[Array, "N R"] | None) -> Array:
         h = gated_activation(self.config, self.w1(rows, sizes, gate), self.w3(rows, sizes, gate))
         return self.w2(h, sizes, gate)
 
@@ -131,7 +131,7 @@ class LatentMoE(nnx.Module):
 
 def _sort_by_expert(
     experts: Int32[Array, "N k"], num_experts: int
-) -> tuple[Int32[Array, "Nk"], Int32[Array, "Nk"], Int32[Array, "E"]]:
+) -> tuple[Int32[Array, " Nk"], Int32[Array, " Nk"], Int32[Array, " E"]]:
     """Order of the N*k (token, pick) pairs by expert, its inverse, and the pairs per expert. Id E sorts last, uncounted."""
     flat = experts.reshape(-1)
     pairs = jnp.arange(flat.size, dtype=jnp.int32)
@@ -142,7 +142,7 @@ def _sort_by_expert(
 
 
 @jax.custom_vjp
-def _permute(x: Float[Array, "N F"], index: Int32[Array, "N"], inverse: Int32[Array, "N"]) -> Float[Array, "N F"]:
+def _permute(x: Float[Array, "N F"], index: Int32[Array, " N"], inverse: Int32[Array, " N"]) -> Float[Array, "N F"]:
     """x[index] for a permutation, whose gradient is a gather too (XLA would scatter)."""
     return x[index]
 
@@ -151,7 +151,7 @@ _permute.defvjp(lambda x, index, inverse: (x[index], inverse), lambda inverse, g
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _spread(z: Float[Array, "N L"], order: Int32[Array, "Nk"], inverse: Int32[Array, "Nk"], k: int) -> Float[Array, "Nk L"]:
+def _spread(z: Float[Array, "N L"], order: Int32[Array, " Nk"], inverse: Int32[Array, " Nk"], k: int) -> Float[Array, "Nk L"]:
     """The row of each (token, pick) pair in expert order. The gradient gathers a token's k rows and sums them."""
     return z[order // k]
 

@@ -15,10 +15,10 @@ class Packing:
     segments: Int[Array, "B T"]
     positions: Int[Array, "B T"]  # tokens since the start of the sequence, cached ones included
     adapters: Int[Array, "B T"] | None = None  # 0: none
-    owners: Int[Array, "R"] | None = None  # adapter that owns each rank column of the LoRA pools
+    owners: Int[Array, " R"] | None = None  # adapter that owns each rank column of the LoRA pools
 
     @classmethod
-    def of(cls, segments: Int[Array, "B T"], start: Int[Array, "B"] | int = 0, **adapters: Array | None) -> "Packing":
+    def of(cls, segments: Int[Array, "B T"], start: Int[Array, " B"] | int = 0, **adapters: Array | None) -> "Packing":
         """Positions follow from the segments; `start` tokens of each row's first sequence came in earlier calls."""
         t = jnp.arange(segments.shape[1])
         starts = jnp.where(_starts(segments), t, 0)
@@ -38,7 +38,7 @@ class Packing:
         return _starts(self.segments)
 
     @property
-    def lengths(self) -> Int[Array, "B"]:
+    def lengths(self) -> Int[Array, " B"]:
         return self.valid.sum(1, dtype=jnp.int32)
 
     @property

@@ -61,7 +61,7 @@ def combine_weights(
 
 
 def margin_histogram(
-    scores: Float32[Array, "N E"], bias: Float32[Array, "E"], valid: Bool[Array, "N"], top_k: int
+    scores: Float32[Array, "N E"], bias: Float32[Array, " E"], valid: Bool[Array, " N"], top_k: int
 ) -> Int[Array, "E bins"]:
     """Counts of r_ij = (k+1-th biased score of token i) - s_ij per expert j: token i picks j when b_j exceeds it.
 

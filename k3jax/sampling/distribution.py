@@ -14,21 +14,21 @@ SMALLEST = 1e-30  # share of the mass that top_p asks for at least: less than th
 class Shape(NamedTuple):
     """How each row reshapes its logits. Values, not constants: changing them compiles nothing."""
 
-    temperature: Float32[Array, "B"]  # 0: always the most likely token
-    top_k: Int32[Array, "B"]  # 0: off
-    top_p: Float32[Array, "B"]  # 1: off
-    min_p: Float32[Array, "B"]  # 0: off
+    temperature: Float32[Array, " B"]  # 0: always the most likely token
+    top_k: Int32[Array, " B"]  # 0: off
+    top_p: Float32[Array, " B"]  # 1: off
+    min_p: Float32[Array, " B"]  # 0: off
 
 
 class Drawn(NamedTuple):
     """What `draw` drew for each row."""
 
-    token: Int32[Array, "B"]
-    logprob: Float32[Array, "B"]  # under the distribution that was drawn from, nats
+    token: Int32[Array, " B"]
+    logprob: Float32[Array, " B"]  # under the distribution that was drawn from, nats
     raw: Float32[Array, "B V"]  # log softmax of the logits as the model gave them
 
 
-def draw(logits: Float32[Array, "B V"], shape: Shape, keys: Array, positions: Int32[Array, "B"]) -> Drawn:
+def draw(logits: Float32[Array, "B V"], shape: Shape, keys: Array, positions: Int32[Array, " B"]) -> Drawn:
     """One token per row. What a row gets depends on its logits, shape, key and position, on nothing else in the batch.
 
     Rows with temperature 0 take the most likely token, whose logprob then is 0.
@@ -59,13 +59,13 @@ def reshape(logits: Float32[Array, "B V"], shape: Shape) -> Float32[Array, "B V"
     return jnp.where((top_k | top_p | min_p)[:, None], cut, logprobs)
 
 
-def _where_on(on: Bool[Array, "B"], like: Float32[Array, "B V"], tokens: Callable[[], Array]) -> Bool[Array, "B V"]:
+def _where_on(on: Bool[Array, " B"], like: Float32[Array, "B V"], tokens: Callable[[], Array]) -> Bool[Array, "B V"]:
     """Which tokens stay in the rows that a filter is on for; all in the others. Without any such row nothing is computed."""
     everything = jnp.ones(like.shape, bool)
     return jax.lax.cond(on.any(), lambda: tokens() | ~on[:, None], lambda: everything)
 
 
-def _first(logprobs: Float32[Array, "B V"], weights: Float32[Array, "B V"], needed: Float32[Array, "B"]) -> Bool[Array, "B V"]:
+def _first(logprobs: Float32[Array, "B V"], weights: Float32[Array, "B V"], needed: Float32[Array, " B"]) -> Bool[Array, "B V"]:
     """The fewest tokens, by falling probability and then by id, whose weights (>= 0) add up to what is needed.
 
     Finds the last one's probability by bisection over the bits of a float, which sort like the float if it is positive:
@@ -73,7 +73,7 @@ def _first(logprobs: Float32[Array, "B V"], weights: Float32[Array, "B V"], need
     """
     order = jax.lax.bitcast_convert_type(jnp.abs(logprobs), jnp.int32)
 
-    def up_to(bits: Int32[Array, "B"]) -> Float32[Array, "B"]:
+    def up_to(bits: Int32[Array, " B"]) -> Float32[Array, " B"]:
         return jnp.sum(jnp.where(order <= bits[:, None], weights, 0), -1)
 
     def halve(_: Array, limits: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -89,7 +89,7 @@ def _first(logprobs: Float32[Array, "B V"], weights: Float32[Array, "B V"], need
     return (order < last) | ((order == last) & (before < needed[:, None]))
 
 
-def row_keys(seeds: UInt32[Array, "B 2"], samples: Int32[Array, "B"]) -> Array:
+def row_keys(seeds: UInt32[Array, "B 2"], samples: Int32[Array, " B"]) -> Array:
     """A key per row from the two halves of its request's seed (high, low) and the number of the sample in it."""
     keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
     return jax.vmap(jax.random.fold_in)(keys, samples)

@@ -28,9 +28,9 @@ class Drawing(NamedTuple):
 
     shape: Shape
     seeds: UInt32[Array, "B 2"]
-    samples: Int32[Array, "B"]
+    samples: Int32[Array, " B"]
     stop_ids: Int32[Array, "B N"]  # filled with -1
-    adapters: Int32[Array, "B"] | None
+    adapters: Int32[Array, " B"] | None
 
 
 class Block(NamedTuple):
@@ -84,7 +84,7 @@ def insert(rows: Rows, one: Rows, row: Int32[Array, ""]) -> Rows:
 
 
 @jax.jit
-def fork(rows: Rows, source: Int32[Array, "N"]) -> Rows:
+def fork(rows: Rows, source: Int32[Array, " N"]) -> Rows:
     """Rows that begin as copies of the given ones: n samples from one prefill."""
     return Rows(rows.cache.take(source), rows.hidden[source])
 
@@ -95,8 +95,8 @@ def prefill(
     state: Any,
     rows: Rows,
     ids: Int32[Array, "B T"],
-    lengths: Int32[Array, "B"],
-    adapters: Int32[Array, "B"] | None,
+    lengths: Int32[Array, " B"],
+    adapters: Int32[Array, " B"] | None,
     *,
     logprobs: bool,
     routes: bool,
@@ -120,13 +120,13 @@ def decode(
     graphdef: Any,
     state: Any,
     rows: Rows,
-    remaining: Int32[Array, "B"],
+    remaining: Int32[Array, " B"],
     drawing: Drawing,
     steps: Int32[Array, ""],
     *,
     top: bool,
     routes: bool,
-) -> tuple[Rows, Int32[Array, "B"], Block]:
+) -> tuple[Rows, Int32[Array, " B"], Block]:
     """Draws and absorbs up to `steps` tokens per row, at most BLOCK; fewer once every row is done.
 
     A row is done, and its state stays as it is, when it has drawn `remaining` tokens or a stop id. That last token is not

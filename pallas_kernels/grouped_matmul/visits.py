@@ -32,14 +32,14 @@ class Visits:
     def steps(self) -> int:
         return self.tiles + self.groups
 
-    def of_tiles(self, group_sizes: Int32[Array, " E"]) -> Int32[Array, "four_steps"]:
+    def of_tiles(self, group_sizes: Int32[Array, " E"]) -> Int32[Array, " four_steps"]:
         """Every tile is visited, one behind the last group too, with no rows to work on."""
         ends = jnp.append(jnp.cumsum(group_sizes), self.N)
         begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
         last = jnp.max(jnp.where(group_sizes > 0, jnp.arange(self.groups), 0))
         return self._differences(begins, ends, jnp.zeros_like(ends), last)
 
-    def of_groups(self, group_sizes: Int32[Array, " E"]) -> Int32[Array, "four_steps"]:
+    def of_groups(self, group_sizes: Int32[Array, " E"]) -> Int32[Array, " four_steps"]:
         """Every group is visited, one without rows too."""
         ends = jnp.cumsum(group_sizes)
         return self._differences(ends - group_sizes, ends, jnp.ones_like(ends), jnp.asarray(self.groups - 1))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 
-def log_decay(z: Float[Array, "*N H K"], A_log: Float32[Array, "H"], floor: float | None) -> Float32[Array, "*N H K"]:
+def log_decay(z: Float[Array, "*N H K"], A_log: Float32[Array, " H"], floor: float | None) -> Float32[Array, "*N H K"]:
     """Log decay per channel from gate logits (bias included), in nats per token, fp32.
 
         floor * sigmoid(exp(A_log) z)        bounded (K3)

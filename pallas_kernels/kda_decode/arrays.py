@@ -22,9 +22,9 @@ class Weights(NamedTuple):
     """The layer's own. conv[0], conv[1], conv[2] are the taps of q, k and v, that of the newest input last."""
 
     conv: Float32[Array, "3 W HK"]
-    A_log: Float32[Array, "H"]
-    dt_bias: Float32[Array, "HK"]
-    o_norm: Float32[Array, "K"]
+    A_log: Float32[Array, " H"]
+    dt_bias: Float32[Array, " HK"]
+    o_norm: Float32[Array, " K"]
 
 
 class Pool(NamedTuple):
@@ -38,7 +38,7 @@ class Pool(NamedTuple):
     windows: Float[Array, "slots 3 I HK"]
 
 
-def windows_after(windows: Float[Array, "N 3 I HK"], x: Projected, tokens: Int32[Array, "N"]) -> Float[Array, "N 3 I HK"]:
+def windows_after(windows: Float[Array, "N 3 I HK"], x: Projected, tokens: Int32[Array, " N"]) -> Float[Array, "N 3 I HK"]:
     """The windows after the first so many tokens of x."""
     inputs = jnp.concatenate([windows, jnp.stack([x.q, x.k, x.v], axis=1).astype(windows.dtype)], axis=2)
     return jax.vmap(lambda a, t: jax.lax.dynamic_slice_in_dim(a, t, windows.shape[2], axis=1))(inputs, tokens)

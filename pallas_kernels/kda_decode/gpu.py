@@ -19,7 +19,7 @@ COLUMNS = 32  # of the state that are in work at once
 
 
 def why_not(
-    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, "N"], *, decay_floor: float | None, eps: float
+    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, " N"], *, decay_floor: float | None, eps: float
 ) -> str | None:
     K = pool.states.shape[-1]
     if reason := why_not_on("gpu"):
@@ -32,7 +32,7 @@ def why_not(
 
 
 def kda_decode(
-    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, "N"], *, decay_floor: float | None, eps: float
+    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, " N"], *, decay_floor: float | None, eps: float
 ) -> tuple[Float[Array, "N HK"], Pool]:
     """See `pallas_kernels.kda_decode.kda_decode`."""
     H = pool.states.shape[1]
@@ -87,7 +87,7 @@ def _kernel(
                 windows_out[slot, channel, i, at] = value
 
 
-def _convolved(x, conv, windows, n, slot, channel, at) -> tuple[Float32[Array, "columns"], list[Array]]:
+def _convolved(x, conv, windows, n, slot, channel, at) -> tuple[Float32[Array, " columns"], list[Array]]:
     """silu of the convolution of some columns of q, k or v (channel 0, 1, 2); and their window with the new input."""
     W, taps = conv.shape[1], windows.shape[2]
     new = x[n, at]
@@ -97,13 +97,13 @@ def _convolved(x, conv, windows, n, slot, channel, at) -> tuple[Float32[Array, "
     return (u * sigmoid(u)).astype(new.dtype).astype(jnp.float32), [*old[1:], new.astype(windows.dtype)]
 
 
-def decay_factor(z: Float32[Array, "K"], A_log: Float32[Array, ""], floor: float | None) -> Float32[Array, "K"]:
+def decay_factor(z: Float32[Array, " K"], A_log: Float32[Array, ""], floor: float | None) -> Float32[Array, " K"]:
     """exp(log_decay), of logits that hold their bias."""
     rate = jnp.exp(A_log)
     return jnp.exp(-rate * jax.nn.softplus(z) if floor is None else floor * sigmoid(rate * z))
 
 
-def unit(x: Float32[Array, "K"]) -> Float32[Array, "K"]:
+def unit(x: Float32[Array, " K"]) -> Float32[Array, " K"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x) + 1e-6)
 
 

@@ -22,7 +22,7 @@ from pallas_kernels.target import current
 
 
 def why_not(
-    x: Projected, before: Projected, accepted: Int32[Array, "N"], weights: Weights, pool: Pool, slots: Int32[Array, "N"],
+    x: Projected, before: Projected, accepted: Int32[Array, " N"], weights: Weights, pool: Pool, slots: Int32[Array, " N"],
     *, decay_floor: float | None, eps: float,
 ) -> str | None:  # fmt: skip
     if 0 in (before.q.shape[1], x.q.shape[1]):
@@ -31,7 +31,7 @@ def why_not(
 
 
 def kda_verify(
-    x: Projected, before: Projected, accepted: Int32[Array, "N"], weights: Weights, pool: Pool, slots: Int32[Array, "N"],
+    x: Projected, before: Projected, accepted: Int32[Array, " N"], weights: Weights, pool: Pool, slots: Int32[Array, " N"],
     *, decay_floor: float | None, eps: float,
 ) -> tuple[Float[Array, "N T HK"], Pool]:  # fmt: skip
     """See `pallas_kernels.kda_decode.kda_verify`."""

@@ -12,7 +12,7 @@ def why_not(*args: object, **kwargs: object) -> str | None:
 
 
 def kda_decode(
-    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, "N"], *, decay_floor: float | None, eps: float
+    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, " N"], *, decay_floor: float | None, eps: float
 ) -> tuple[Float[Array, "N HK"], Pool]:
     """The formula of `pallas_kernels.kda_decode.kda_decode`."""
     ys = []
@@ -28,7 +28,7 @@ def kda_decode(
 
 
 def kda_verify(
-    x: Projected, before: Projected, accepted: Int32[Array, "N"], weights: Weights, pool: Pool, slots: Int32[Array, "N"],
+    x: Projected, before: Projected, accepted: Int32[Array, " N"], weights: Weights, pool: Pool, slots: Int32[Array, " N"],
     *, decay_floor: float | None, eps: float,
 ) -> tuple[Float[Array, "N T HK"], Pool]:
     """`pallas_kernels.kda_decode.kda_verify`, token by token."""

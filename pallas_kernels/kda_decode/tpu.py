@@ -43,7 +43,7 @@ VECTORS = 16
 
 
 def why_not(
-    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, "N"], *, decay_floor: float | None, eps: float
+    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, " N"], *, decay_floor: float | None, eps: float
 ) -> str | None:
     K = pool.states.shape[-1]
     if reason := why_not_on("tpu"):
@@ -54,7 +54,7 @@ def why_not(
 
 
 def kda_decode(
-    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, "N"], *, decay_floor: float | None, eps: float
+    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, " N"], *, decay_floor: float | None, eps: float
 ) -> tuple[Float[Array, "N HK"], Pool]:
     """See `pallas_kernels.kda_decode.kda_decode`."""
     _, H, K, _ = pool.states.shape

@@ -20,7 +20,7 @@ def stride_of(heads: int) -> int:
     return -(-heads // 8) * 8
 
 
-def standing_of(slots: Int32[Array, "N"], parts: int) -> Int32[Array, "parts N/parts+3"]:
+def standing_of(slots: Int32[Array, " N"], parts: int) -> Int32[Array, "parts N/parts+3"]:
     """Whose blocks the rows from -1 to n + 1 of a part read: their own if they are active, else those of the active row before,
     else those of the part's row 0."""
     n = len(slots) // parts

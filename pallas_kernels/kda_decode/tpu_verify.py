@@ -46,7 +46,7 @@ PRODUCTS = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))  # of pieces; what i
 
 
 def why_not(
-    x: Projected, before: Projected, accepted: Int32[Array, "N"], weights: Weights, pool: Pool, slots: Int32[Array, "N"],
+    x: Projected, before: Projected, accepted: Int32[Array, " N"], weights: Weights, pool: Pool, slots: Int32[Array, " N"],
     *, decay_floor: float | None, eps: float,
 ) -> str | None:
     if reason := tpu.why_not(x, weights, pool, slots, decay_floor=decay_floor, eps=eps):
@@ -56,7 +56,7 @@ def why_not(
 
 
 def kda_verify(
-    x: Projected, before: Projected, accepted: Int32[Array, "N"], weights: Weights, pool: Pool, slots: Int32[Array, "N"],
+    x: Projected, before: Projected, accepted: Int32[Array, " N"], weights: Weights, pool: Pool, slots: Int32[Array, " N"],
     *, decay_floor: float | None, eps: float,
 ) -> tuple[Float[Array, "N T HK"], Pool]:
     """See `pallas_kernels.kda_decode.kda_verify`."""

@@ -16,7 +16,7 @@ def why_not(*args: object, **kwargs: object) -> str | None:
 
 
 def kda_decode(
-    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, "N"], *, decay_floor: float | None, eps: float
+    x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, " N"], *, decay_floor: float | None, eps: float
 ) -> tuple[Float[Array, "N HK"], Pool]:
     """See `pallas_kernels.kda_decode.kda_decode`."""
     old = _gather(pool, slots)
@@ -27,7 +27,7 @@ def kda_decode(
 
 
 def kda_verify(
-    x: Projected, before: Projected, accepted: Int32[Array, "N"], weights: Weights, pool: Pool, slots: Int32[Array, "N"],
+    x: Projected, before: Projected, accepted: Int32[Array, " N"], weights: Weights, pool: Pool, slots: Int32[Array, " N"],
     *, decay_floor: float | None, eps: float,
 ) -> tuple[Float[Array, "N T HK"], Pool]:
     """See `pallas_kernels.kda_decode.kda_verify`."""
@@ -44,13 +44,13 @@ def kda_verify(
     return _output(jnp.stack(outputs, axis=1), x.gate, weights, slots, eps), _scatter(pool, slots, new)
 
 
-def _gather(pool: Pool, slots: Int32[Array, "N"]) -> Pool:
+def _gather(pool: Pool, slots: Int32[Array, " N"]) -> Pool:
     """The rows' states, in fp32, and windows."""
     states, windows = (jnp.take(a, slots, axis=0, mode="clip") for a in pool)
     return Pool(states.astype(jnp.float32), windows)
 
 
-def _scatter(pool: Pool, slots: Int32[Array, "N"], new: Pool) -> Pool:
+def _scatter(pool: Pool, slots: Int32[Array, " N"], new: Pool) -> Pool:
     where = jnp.where(slots < 0, len(pool.states) + jnp.arange(len(slots)), slots)  # beyond the pool: dropped
     cast = (b.astype(a.dtype) for a, b in zip(pool, new, strict=True))
     return Pool(*(a.at[where].set(b, mode="drop", unique_indices=True) for a, b in zip(pool, cast, strict=True)))
@@ -76,7 +76,7 @@ def _unit(x: Float[Array, "*N H K"]) -> Float32[Array, "*N H K"]:
 
 
 def _output(
-    o: Float[Array, "N T H K"], gate: Float[Array, "N T HK"], weights: Weights, slots: Int32[Array, "N"], eps: float
+    o: Float[Array, "N T H K"], gate: Float[Array, "N T HK"], weights: Weights, slots: Int32[Array, " N"], eps: float
 ) -> Float[Array, "N T HK"]:
     """The gated norm of what was read; zero for idle rows."""
     o = o.astype(jnp.float32)

@@ -16,13 +16,13 @@ EPSILON = 1e-6  # added to the deviation of a group's rewards; also the smallest
 class Advantages(NamedTuple):
     """advantages are 0 where `kept` is False. groups_kept of the groups had a spread."""
 
-    advantages: Float32[np.ndarray, "N"]
-    kept: Bool[np.ndarray, "N"]
+    advantages: Float32[np.ndarray, " N"]
+    kept: Bool[np.ndarray, " N"]
     groups: int
     groups_kept: int
 
 
-def group_advantages(rewards: Float[np.ndarray, "N"], groups: Shaped[np.ndarray, "N"]) -> Advantages:
+def group_advantages(rewards: Float[np.ndarray, " N"], groups: Shaped[np.ndarray, " N"]) -> Advantages:
     """A = (reward - mean) / (deviation + EPSILON) within each group (arXiv 2402.03300, section 4.1.2).
 
     groups   label of each trajectory's prompt; groups may differ in size

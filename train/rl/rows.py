@@ -13,7 +13,7 @@ FIELDS = {"ids": np.int32, "targets": np.int32, "segments": np.int32, "weights":
 
 
 def micro_batches(
-    trajectories: Sequence[Trajectory], advantages: Float32[np.ndarray, "N"], rows: int, row_length: int
+    trajectories: Sequence[Trajectory], advantages: Float32[np.ndarray, " N"], rows: int, row_length: int
 ) -> list[dict[str, Any]]:
     """Arrays [rows, row_length] as the losses take them; position t is about the token after ids[t].
 
