@@ -13,7 +13,10 @@ from k3jax.lora import Adapters, LoRAConfig
 from pallas_kernels.target import target
 
 # Parts of names of kernels that a gradient must have run.
-KERNELS = {"tpu": ("kda_forward", "kda_backward", "mla", "grouped_matmul", "attn_res_norm_backward")}
+KERNELS = {
+    "tpu": ("kda_forward", "kda_backward", "mla", "grouped_matmul", "attn_res_norm_backward"),
+    "gpu": ("kda", "mla", "grouped_matmul"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def kernels(jaxpr):
     return found
 
 
-@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("platform", ["tpu", pytest.param("gpu", marks=pytest.mark.slow)])
 def test_adapters_learn_through_the_kernels_as_through_xla(platform, adapted, program):
     """Every A and B gets a gradient, and the one that XLA computes; a new adapter gives the logits
     of the base, bit for bit."""
