@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
 
@@ -40,6 +42,13 @@ def current() -> Target:
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     platform = jax.default_backend() if device is None else getattr(device, "platform", device)
     return Target({"cuda": "gpu", "rocm": "gpu"}.get(platform, platform), interpret=False)
+
+
+def in_hbm(*operands: Array) -> tuple[Array, ...]:
+    """Operands of a TPU kernel that fetches slices of them by itself: XLA shall not move all of one into VMEM first."""
+    if current().interpret:
+        return operands
+    return tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands)
 
 
 def why_not_on(platform: str) -> str | None:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_matmul.visits import Visits
-from pallas_kernels.target import current, why_not_on
+from pallas_kernels.target import current, in_hbm, why_not_on
 
 VMEM = 26 * 2**20  # bytes that blocks may take
 LIMIT = 32 * 2**20  # bytes that the compiler may give a kernel, of 64 MiB on v5p and tpu7x
@@ -107,13 +107,6 @@ def _product(x: Array, w: Array, group_sizes: Array, *, transposed: bool) -> Arr
 
 def _product_kernel(differences: Any, x: Any, w: Any, y: Any, *, visits: Visits, contract: int) -> None:
     put_rows(visits, differences, y, lambda: dot(x[...], w[0], 1, contract))
-
-
-def in_hbm(*operands: Array) -> tuple[Array, ...]:
-    """Operands of a kernel that fetches slices of them by itself: XLA shall not move all of one into VMEM first."""
-    if current().interpret:
-        return operands
-    return tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands)
 
 
 def put_rows(visits: Visits, differences: Any, y: Any, product: Callable[[], Array]) -> None:

@@ -14,9 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.grouped_matmul.decode import LANES, as_bf16, decode
-from pallas_kernels.grouped_matmul.tpu import LIMIT, MAX_ROWS, VMEM, dot, in_hbm, over, put_rows, slice_size, tile_rows
+from pallas_kernels.grouped_matmul.tpu import LIMIT, MAX_ROWS, VMEM, dot, over, put_rows, slice_size, tile_rows
 from pallas_kernels.grouped_matmul.visits import Visits
-from pallas_kernels.target import current, why_not_on
+from pallas_kernels.target import current, in_hbm, why_not_on
 
 
 def why_not(x: Array, packed: Array, scale: Array, group_sizes: Array) -> str | None:

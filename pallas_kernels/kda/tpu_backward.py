@@ -14,7 +14,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.kda.tpu_chunk import (
-    PITCH,
     VMEM,
     Blocks,
     C,
@@ -30,22 +29,24 @@ from pallas_kernels.kda.tpu_chunk import (
     early_by_rows,
     in_columns,
     in_late_half,
-    in_order,
-    inverse,
+    inverses,
     late,
     late_by_rows,
     masked,
     masks,
     merged,
     products,
+    result_of,
     rows_of,
     sibling,
     steps,
+    triangles,
 )
 from pallas_kernels.kda.tpu_forward import applied, tokens_of
-from pallas_kernels.target import current
+from pallas_kernels.target import current, in_hbm
 
 ABREAST = 2  # chunks at a time
+PITCH = 24  # rows between tiles in scratch: rows 0, 24, 48, 72 lie in different banks of VMEM, 0, 16, 32 do not
 
 
 def backward(
@@ -81,16 +82,16 @@ def backward(
         in_specs=[spec for _, spec in inputs],
         out_specs=[spec for _, spec in outputs],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outputs],
-        scratch_shapes=tiles.scratch(step.abreast, K),
+        scratch_shapes=[pltpu.VMEM((step.abreast, 2, tiles.number * PITCH, K), jnp.float32), tiles.rows(step.abreast, K)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM),
         interpret=current().interpret,
-    )(*(x for x, _ in inputs))
+    )(*in_hbm(*(x for x, _ in inputs)))
 
 
 def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool) -> None:
     q_ref, k_ref, v_ref, log_decay_ref, beta_ref, before_ref, do_ref, dlast_ref, *others = refs
     resets_ref = others.pop(0) if has_resets else None
-    dq_ref, dk_ref, dv_ref, dlog_decay_ref, dbeta_ref, dstate_ref, powers_ref, rows_ref = others
+    dq_ref, dk_ref, dv_ref, dlog_decay_ref, dbeta_ref, dstate_ref, parts_ref, rows_ref = others
     dtype = q_ref.dtype
     each = range(step.abreast)
 
@@ -102,12 +103,16 @@ def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool) -> None:
         chunks = [step.chunks - 1 - c for c in step.of(i)]
         at = [pl.ds(pl.multiple_of(c * C, C), C) for c in chunks]
         pairs = [masks(tiles, resets_ref[c]) for c in chunks] if resets_ref is not None else [masks(tiles, None)] * step.abreast
-        powers, rows = ([ref.at[j] for j in each] for ref in (powers_ref, rows_ref))
-        last = [masked(pairs[j].last_reads, decays(log_decay_ref.at[at[j]], powers[j], rows[j], tiles)) for j in each]
-        x = [tokens_of(at[j], q_ref, k_ref, beta_ref[chunks[j]], powers[j], rows[j], pairs[j], tiles) for j in each]
+        rows = [rows_ref.at[j] for j in each]
+        factors = [decays(log_decay_ref[at[j], :], rows[j], tiles) for j in each]
+        last = [masked(pairs[j].last_reads, factors[j][2]) for j in each]
+        x = [tokens_of(q_ref[at[j], :], k_ref[at[j], :], beta_ref[chunks[j]], *factors[j][:2], rows[j], pairs[j], tiles)
+             for j in each]
         A, L = zip(*(products(x[j], pairs[j], tiles, dtype) for j in each), strict=True)
-        solve = [inverse(L[j], pairs[j], tiles, dtype) for j in each]
-        wanted, seen = zip(*(applied(solve[j], v_ref[at[j], :], x[j].k_read, dtype) for j in each), strict=True)
+        blocks, parts = zip(*(triangles(L[j], pairs[j], tiles) for j in each), strict=True)
+        solve = result_of(inverses(blocks, parts, dtype))
+        v = [v_ref[a, :].astype(jnp.float32) for a in at]
+        wanted, seen = zip(*(applied(solve[j], v[j], x[j].k_read, dtype) for j in each), strict=True)
         state, do = [before_ref[c] for c in chunks], [do_ref[a, :].astype(jnp.float32) for a in at]
         write = [wanted[j] - dot(seen[j], state[j], dtype) for j in each]
 
@@ -128,7 +133,7 @@ def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool) -> None:
         for j in each:
             q, k = q_ref[at[j], :].astype(jnp.float32), k_ref[at[j], :].astype(jnp.float32)
             beta = in_columns(beta_ref[chunks[j]], k.shape[1])
-            reads, writes = in_order(powers[j], 0, tiles), in_order(powers[j], 1, tiles)
+            reads, writes, _ = factors[j]
             same = jnp.sum(do[j] * write[j], 1, keepdims=True)  # of the pairs t = s, which no decay enters
             dbeta_k = grads[j].w * writes + same * q
             dq_ref[at[j], :] = (grads[j].q * reads + same * (beta * k)).astype(dq_ref.dtype)
@@ -137,10 +142,10 @@ def _kernel(*refs: Any, tiles: Tiling, step: Steps, has_resets: bool) -> None:
             dbeta_ref[chunks[j]] = jnp.sum((dbeta_k * k).T, 0, keepdims=True)
             for i, part in enumerate((grads[j].later, grads[j].earlier)):
                 for g in range(tiles.number):
-                    powers_ref[j, i, g * PITCH : g * PITCH + tiles.size] = part[g * tiles.size : (g + 1) * tiles.size]
+                    parts_ref[j, i, g * PITCH : g * PITCH + tiles.size] = part[g * tiles.size : (g + 1) * tiles.size]
         for j in each:
             dtile = _tile_gradients(grads[j].rows, dlast[j], tiles)
-            _log_decay_gradient(log_decay_ref.at[at[j]], powers[j], dtile, tiles, dlog_decay_ref.at[at[j]])
+            _log_decay_gradient(log_decay_ref.at[at[j]], parts_ref.at[j], dtile, tiles, dlog_decay_ref.at[at[j]])
 
     step.run(some)
 

@@ -11,12 +11,9 @@ and a pair of one tile is a product of these: a function of earlier tokens only,
 the smallest aligned block of 2, 4, 8 ... tiles that holds both (its `level`): the reader is in its later half and decays from the
 middle of the block, the writer is in the earlier half and decays up to there. That is the token's factor times one of its tile: a
 row per tile, not a number per token, as are the factors from the chunk's begin to the reader and from the writer to its end.
-
-Sums run over registers: read with a stride, the log decays come with token p of every tile in register p. Only c e^G and e^-G / c
-are brought back into the order of tokens, by stores with a stride.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from math import exp
 from typing import Any, NamedTuple
 
@@ -31,8 +28,10 @@ from pallas_kernels.kda.tiles import RANGE, tile
 C = 128  # tokens of a chunk: the width of a vector register, so that a [C, C] array fills registers
 SHIFT = RANGE / 2  # log c: small components of k and beta remain normal numbers, in fp32 and bf16, times e^40 and e^-40
 VMEM = 32 * 2**20  # bytes that XLA leaves to a kernel: about twice of what the backward takes for K = V = 256
+ORIGIN = 28  # 32 + ORIGIN + x for x in (-28, 0] has the exponent of 32: the mantissa's bits are ORIGIN + x in units of GRID
+GRID = 2.0**-18
 SMALL = 8  # tokens whose triangle is inverted by substitution: the rows of one register
-PITCH = 24  # rows between tiles where powers are stored: rows 0, 24, 48, 72 lie in different banks of VMEM, 0, 16, 32 do not
+HALVES = 8, 16, 32, 64  # tokens, of the levels of the inverse
 
 
 class Tiling(NamedTuple):
@@ -66,31 +65,37 @@ class Tiling(NamedTuple):
         """Where the rows up to the chunk's end lie."""
         return len(self.levels) + 1
 
-    def scratch(self, chunks: int, K: int) -> list[Any]:
-        """VMEM for c e^G and e^-G / c (`powers`) and for the rows (`rows`)."""
-        return [
-            pltpu.VMEM((chunks, 2, self.number * PITCH, K), jnp.float32),
-            pltpu.VMEM((chunks, len(self.levels) + 2, self.number, K), jnp.float32),
-        ]
+    def rows(self, chunks: int, K: int) -> Any:
+        """VMEM for the rows."""
+        return pltpu.VMEM((chunks, len(self.levels) + 2, self.number, K), jnp.float32)
 
 
 class Steps(NamedTuple):
-    """chunks: of a grid step, enough that fetching those of the next takes no longer; abreast: of them at a time, so that
-    products of one run while others wait for theirs."""
+    """chunks: of a grid step, enough that fetching those of the next takes no longer; abreast: of them at a time, a group, so
+    that products of one run while others wait for theirs."""
 
     chunks: int
     abreast: int
 
+    @property
+    def groups(self) -> int:
+        return self.chunks // self.abreast
+
+    @property
+    def lag(self) -> int:
+        """Grid steps that hold at least two groups."""
+        return 1 if self.groups > 1 else 2
+
     def of(self, i: Any) -> list[Any]:
-        """The chunks of the i-th time."""
+        """The chunks of the i-th group."""
         return [i * self.abreast + j for j in range(self.abreast)]
 
     def run(self, body: Callable[[Any], None]) -> None:
-        """body(i) for each time."""
-        if self.chunks == self.abreast:
+        """body(i) for each group."""
+        if self.groups == 1:
             body(0)
         else:
-            lax.fori_loop(0, self.chunks // self.abreast, lambda i, _: body(i), None)
+            lax.fori_loop(0, self.groups, lambda i, _: body(i), None)
 
 
 def steps(T: int, abreast: int) -> Steps:
@@ -167,34 +172,38 @@ def sibling(x: Float32[Array, "n K"], is_late: Array, by: int) -> Float32[Array,
     return jnp.where(is_late, pltpu.roll(x, by, 0), pltpu.roll(x, len(x) - by, 0))
 
 
-def decays(log_decay: Any, powers: Any, rows: Any, tiles: Tiling) -> Float32[Array, "1 K"]:
-    """Writes the factors of one head to the refs `powers` and `rows`; returns the decay of the whole chunk.
+def sums_in_tiles(x: Float32[Array, "C K"], tiles: Tiling) -> Float32[Array, "C K"]:
+    """SHIFT and the sum over each token's tile up to the token, for x > -28. In fixed point: rounded each by itself, sums of
+    neighbours would not differ by the log decay of one."""
+    x = lax.bitcast_convert_type(x + float(32 + ORIGIN), jnp.int32) & 0x7FFFFF
+    number = lax.broadcasted_iota(jnp.int32, x.shape, 0) % tiles.size + 1
+    row = lax.broadcasted_iota(jnp.int32, (1, SMALL, x.shape[1]), 1) % tiles.size
+    parts = x.reshape(C // SMALL, SMALL, -1)
+    for by in (1, 2, 4)[: tiles.size.bit_length() - 1]:
+        parts += jnp.where(row >= by, pltpu.roll(parts, by, 1), 0)
+    if tiles.size > SMALL:
+        first, second = (parts.reshape(tiles.number, 2, SMALL, -1)[:, i : i + 1] for i in (0, 1))
+        parts = jnp.concatenate([first, second + first[:, :, SMALL - 1 :]], 1)
+    return (parts.reshape(x.shape) + (int(SHIFT) - ORIGIN * number) * int(1 / GRID)).astype(jnp.float32) * GRID
 
-    log_decay: a ref [C, K].
-    """
-    size, n = tiles.size, tiles.number
-    total: Any = SHIFT
-    for p in range(size):
-        total += jnp.maximum(log_decay[pl.ds(p, n, stride=size), :], tiles.floor)
-        at = pl.ds(p, n, stride=PITCH)
-        powers.at[0][at, :] = jnp.exp(total)
-        powers.at[1][at, :] = jnp.exp(-total)
+
+def decays(
+    log_decay: Float32[Array, "C K"], rows: Any, tiles: Tiling
+) -> tuple[Float32[Array, "C K"], Float32[Array, "C K"], Float32[Array, "1 K"]]:
+    """c e^G and e^-G / c of each token, the decay of the whole chunk; writes the factors of the tiles to the ref `rows`."""
+    sums = sums_in_tiles(jnp.maximum(log_decay, tiles.floor), tiles)
+    total = rows_of(*(sums[i - 1 : i] for i in range(tiles.size, C + 1, tiles.size)))
     begin, end = jnp.full(total.shape, exp(-SHIFT), jnp.float32), jnp.exp(total)
     whole = jnp.exp(total - SHIFT)
     for level, half in enumerate(tiles.levels):
         is_late = in_late_half(tiles, half)
         rows[level] = jnp.where(is_late, begin, end)
-        other = sibling(whole, is_late, half // size)
+        other = sibling(whole, is_late, half // tiles.size)
         begin *= jnp.where(is_late, other, 1.0)
         end *= jnp.where(is_late, 1.0, other)
         whole *= other
     rows[tiles.read], rows[tiles.keep] = begin, end
-    return whole[:1]
-
-
-def in_order(powers: Any, which: int, tiles: Tiling) -> Float32[Array, "C K"]:
-    """c e^G (which = 0) or e^-G / c (1), token after token."""
-    return rows_of(*(powers[which, i * PITCH : i * PITCH + tiles.size] for i in range(tiles.number)))
+    return jnp.exp(sums), jnp.exp(-sums), whole[:1]
 
 
 def by_rows(x: Float32[Array, "I K"], rows: Any, tiles: Tiling, which: Sequence[int] | None = None) -> Float32[Array, "I K"]:
@@ -286,11 +295,9 @@ class Tokens(NamedTuple):
 
 
 def tokens(
-    q: Float32[Array, "C K"], k: Float32[Array, "C K"], beta_k: Float32[Array, "C K"], powers: Any, rows: Any, pairs: Masks,
-    tiles: Tiling,
+    q: Float32[Array, "C K"], k: Float32[Array, "C K"], w: Float32[Array, "C K"], rows: Any, pairs: Masks, tiles: Tiling
 ) -> Tokens:
-    reads = in_order(powers, 0, tiles)
-    q, k, w = q * reads, k * reads, beta_k * in_order(powers, 1, tiles)
+    """Of q and k times c e^G, w = beta k times e^-G / c."""
     levels = tuple(
         (late_by_rows(late(q, half), rows.at[i], tiles, half), late_by_rows(late(k, half), rows.at[i], tiles, half),
          early_by_rows(early(w, half), rows.at[i], tiles, half))
@@ -312,28 +319,54 @@ def products(x: Tokens, pairs: Masks, tiles: Tiling, dtype: Any) -> tuple[Float3
     return A, L
 
 
-def inverse(L: list[Float32[Array, "R C"]], pairs: Masks, tiles: Tiling, dtype: Any) -> Float32[Array, "C C"]:
-    """(I + L)^-1: by substitution within 8 tokens, then by halves.
+def result_of(part: Generator[None, None, Any]) -> Any:
+    """What a part returns that is traced alone."""
+    while True:
+        try:
+            next(part)
+        except StopIteration as end:
+            return end.value
 
-    No powers of L, which grow where keys repeat.
+
+def triangles(
+    L: list[Float32[Array, "R C"]], pairs: Masks, tiles: Tiling
+) -> tuple[Float32[Array, "8 C"], list[Float32[Array, "C/2 C"]]]:
+    """L as `inverses` takes it: the triangles of SMALL tokens side by side, and the late rows of each of HALVES."""
+    small, *levels = L
+    if tiles.size < SMALL:
+        small = merged(early(small, tiles.size), late(small, tiles.size) + levels.pop(0), tiles.size)
+    block = sum(masked(own, small[i * SMALL : (i + 1) * SMALL]) for i, own in enumerate(_own()))
+    inner = [masked(mask, late(small, half)) for half, mask in zip(tiles.inner, pairs.inner, strict=True)]
+    return block, [*inner, *levels]
+
+
+def _own() -> list[Int32[Array, "8 C"]]:
+    """Masks of the SMALL columns of each triangle."""
+    lane = lax.broadcasted_iota(jnp.int32, (SMALL, C), 1)
+    return [bits(lane // SMALL == i) for i in range(C // SMALL)]
+
+
+def inverses(
+    blocks: Sequence[Float32[Array, "8 C"]], parts: Sequence[Sequence[Any]], dtype: Any
+) -> Generator[None, None, list[Float32[Array, "C C"]]]:
+    """(I + L)^-1 of each chunk: by substitution within SMALL tokens, then by halves. parts: arrays or refs.
+
+    No powers of L, which grow where keys repeat. Step by step for all chunks, since the compiler keeps the order of products.
     """
     lane = lax.broadcasted_iota(jnp.int32, (SMALL, C), 1)
     row = lax.broadcasted_iota(jnp.int32, (SMALL, C), 0)
-    own = [bits(lane // SMALL == i) for i in range(C // SMALL)]
-    levels, small = list(zip(tiles.levels, L[1:], strict=True)), L[0]
-    if tiles.size < SMALL:
-        _, part = levels.pop(0)
-        small = merged(early(small, tiles.size), late(small, tiles.size) + part, tiles.size)
-    block = sum(masked(mask, small[i * SMALL : (i + 1) * SMALL]) for i, mask in enumerate(own))
-    solved = jnp.where(lane % SMALL == row, 1.0, 0.0)
+    solved = [jnp.where(lane % SMALL == row, 1.0, 0.0)] * len(blocks)
     for s in range(SMALL - 1):
-        column = jnp.take_along_axis(block, lane // SMALL * SMALL + s, axis=1)
-        solved -= column * solved[s : s + 1]
-    whole = rows_of(*(masked(mask, solved) for mask in own))
-    inner = [(half, masked(mask, late(L[0], half))) for half, mask in zip(tiles.inner, pairs.inner, strict=True)]
-    for half, part in [*inner, *levels]:
-        inside = dot(part, whole, dtype)
-        later = late(whole, half)
-        later -= dot(later, merged(jnp.zeros_like(inside), inside, half), dtype)
-        whole = merged(early(whole, half), later, half)
+        columns = [jnp.take_along_axis(block, lane // SMALL * SMALL + s, axis=1) for block in blocks]
+        solved = [x - column * x[s : s + 1] for x, column in zip(solved, columns, strict=True)]
+    yield
+    whole = [rows_of(*(masked(own, x) for own in _own())) for x in solved]
+    for i, half in enumerate(HALVES):
+        inside = [dot(part[i][...], x, dtype) for part, x in zip(parts, whole, strict=True)]
+        inside = [merged(jnp.zeros_like(x), x, half) for x in inside]
+        yield
+        later = [late(x, half) for x in whole]
+        later = [x - dot(x, y, dtype) for x, y in zip(later, inside, strict=True)]
+        whole = [merged(early(x, half), y, half) for x, y in zip(whole, later, strict=True)]
+        yield
     return whole

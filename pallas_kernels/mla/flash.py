@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.mla.blocks import FIRST, LAST, NOTHING, PARTLY, Steps
-from pallas_kernels.target import current
+from pallas_kernels.target import current, in_hbm
 
 Q_TILE, K_TILE = 256, 256  # of a block, what is computed at once
 LANES = 128
@@ -263,7 +263,7 @@ def _call(
         ),
         interpret=current().interpret,
         name=name,
-    )(steps.outer, steps.inner, steps.flags, *arrays)
+    )(steps.outer, steps.inner, steps.flags, *in_hbm(*arrays))
 
 
 def _step(steps: Any) -> Any:
