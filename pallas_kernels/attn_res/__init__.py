@@ -4,11 +4,13 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.attn_res import reference, tpu, xla
 from pallas_kernels.dispatch import run
+from pallas_kernels.shapes import checked
 
 IMPLS = {"xla": xla, "reference": reference}
 NORM_IMPLS = {"tpu": tpu, **IMPLS}
 
 
+@checked
 def attn_res(
     prefix: Float[Array, "B T D"],
     blocks: Float[Array, "N B T D"],
@@ -34,6 +36,7 @@ def attn_res(
     return run("attn_res", IMPLS, impl, prefix, blocks, count, weight, eps=eps)
 
 
+@checked
 def attn_res_norm(
     prefix: Float[Array, "B T D"],
     blocks: Float[Array, "N B T D"],

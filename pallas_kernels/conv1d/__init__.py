@@ -4,10 +4,12 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.conv1d import reference, tpu, xla
 from pallas_kernels.dispatch import run
+from pallas_kernels.shapes import checked
 
 IMPLS = {"tpu": tpu, "xla": xla, "reference": reference}
 
 
+@checked
 def conv1d(
     x: Float[Array, "B T D"],
     weight: Float[Array, "D W"],

@@ -6,11 +6,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels.dispatch import run
 from pallas_kernels.kda import gpu, reference, step, tpu, xla
 from pallas_kernels.kda.gate import log_decay as log_decay
+from pallas_kernels.shapes import checked
 
 IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 STEP_IMPLS = {"xla": step}
 
 
+@checked
 def kda(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -72,6 +74,7 @@ def kda_transition(
     return last[..., :K], last[..., K:]
 
 
+@checked
 def kda_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],

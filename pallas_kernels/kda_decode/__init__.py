@@ -5,11 +5,13 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.dispatch import run
 from pallas_kernels.kda_decode import gpu, gpu_verify, reference, tpu, tpu_verify, xla
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
+from pallas_kernels.shapes import checked
 
 IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 VERIFY_IMPLS = {"tpu": tpu_verify, "gpu": gpu_verify, "xla": xla, "reference": reference}
 
 
+@checked
 def kda_decode(
     x: Projected,
     weights: Weights,
@@ -35,6 +37,7 @@ def kda_decode(
     return run("kda_decode", IMPLS, impl, x, weights, pool, slots, decay_floor=decay_floor, eps=eps)
 
 
+@checked
 def kda_verify(
     x: Projected,
     before: Projected,

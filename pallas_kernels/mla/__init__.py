@@ -4,11 +4,13 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.mla import gpu, reference, tpu, xla
+from pallas_kernels.shapes import checked
 
 IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 LATENT_IMPLS = {"xla": xla, "reference": reference}
 
 
+@checked
 def attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B S H K"],
@@ -39,6 +41,7 @@ def attention(
     )
 
 
+@checked
 def latent_attention(
     q: Float[Array, "B T H LR"],
     latent: Float[Array, "B S LR"],

@@ -4,10 +4,12 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.paged_mla import gpu, reference, tpu, xla
+from pallas_kernels.shapes import checked
 
 IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 
 
+@checked
 def paged_latent_attention(
     q: Float[Array, "B T H LR"],
     pool: Float[Array, "P page W"],
