@@ -335,7 +335,7 @@ def triangles(
     small, *levels = L
     if tiles.size < SMALL:
         small = merged(early(small, tiles.size), late(small, tiles.size) + levels.pop(0), tiles.size)
-    block = sum(masked(own, small[i * SMALL : (i + 1) * SMALL]) for i, own in enumerate(_own()))
+    block: Any = sum(masked(own, small[i * SMALL : (i + 1) * SMALL]) for i, own in enumerate(_own()))
     inner = [masked(mask, late(small, half)) for half, mask in zip(tiles.inner, pairs.inner, strict=True)]
     return block, [*inner, *levels]
 
