@@ -48,8 +48,9 @@ def _package(chip: str) -> str:
 def estimates(module: str, chip: str, jobs: Sequence[Job], *, dump: bool = True) -> Iterator[dict[str, Any]]:
     """Compiles each job of `module`.CASES for `chip`; yields its figures as they come, "error" where it did not compile.
 
-    dump  False: only compiles. Some versions of libtpu end the process as they write a kernel's figures, and large kernels are
-    simulated step by step for longer than PATIENCE: such a job is compiled without, and its "note" says why.
+    dump  False: only compiles. Some versions of libtpu end the process as they write a kernel's figures, or place arrays in VMEM
+    by them so that it overflows, and large kernels are simulated step by step for longer than PATIENCE: such a job is compiled
+    without, and its "note" says why.
     """
     remaining = list(jobs)
     while remaining:
@@ -58,16 +59,18 @@ def estimates(module: str, chip: str, jobs: Sequence[Job], *, dump: bool = True)
             if isinstance(result, str):
                 reason = result
             else:
+                yield _compiled_only(module, chip, remaining[0], result["error"]) if dump and "error" in result else result
                 remaining.pop(0)
-                yield result
         if not remaining:
             return
         case, impl = stopped = remaining.pop(0)
-        if dump:
-            (result,) = estimates(module, chip, [stopped], dump=False)
-            yield result | {"note": f"no estimate: {reason}"}
-        else:
-            yield {"case": case, "impl": impl, "error": reason}
+        yield _compiled_only(module, chip, stopped, reason) if dump else {"case": case, "impl": impl, "error": reason}
+
+
+def _compiled_only(module: str, chip: str, job: Job, reason: str) -> dict[str, Any]:
+    """The job compiled without figures, which `reason` prevented."""
+    (result,) = estimates(module, chip, [job], dump=False)
+    return result | {"note": f"no estimate: {reason.splitlines()[0]}"}
 
 
 def _compiled(module: str, chip: str, jobs: Sequence[Job], dump: bool) -> Iterator[dict[str, Any] | str]:
