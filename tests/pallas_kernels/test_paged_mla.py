@@ -173,3 +173,13 @@ def test_sizes_that_do_not_fit_are_refused_before_mosaic_sees_them():
         call(q, pool, table, lengths)
     with pytest.raises(ValueError, match="value_dim=193 must be between 1 and 192, the latent size, and that at most 192"):
         paged_latent_attention(q, pool, table, lengths, value_dim=193, scale=SCALE)
+
+
+@each_impl
+def test_under_vmap_it_is_each_call_alone_whatever_free_pages_hold(impl):
+    q, pool, table, lengths = draw(lengths=np.array([65, 1, 2], np.int32))
+    pool = pool.at[len(lengths) * PAGES :].set(jnp.nan)
+    queries = jnp.stack([q, 2 * q])
+    got = jax.vmap(lambda q: attend(q, pool, table, lengths, impl=impl))(queries)
+    alone = jnp.stack([attend(q, pool, table, lengths, impl=impl) for q in queries])
+    np.testing.assert_allclose(got, alone, rtol=1e-6, atol=1e-6)
