@@ -40,7 +40,7 @@ def _arrays(name: str, value: Any, annotation: Any) -> Iterator[tuple[str, Any, 
         if hasattr(kind, "dim_str") and hasattr(value, "shape"):
             yield name, value, kind
         elif hasattr(kind, "_fields"):
-            for field, inner in typing.get_type_hints(kind).items():
+            for field, inner in kind.__annotations__.items():
                 yield from _arrays(f"{name}.{field}", getattr(value, field), inner)
 
 

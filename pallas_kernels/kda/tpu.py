@@ -19,8 +19,9 @@ def why_not(q: Array, k: Array, v: Array, *args: Array, **kwargs: Any) -> str | 
         return reason
     if q.shape[-1] % 128 or v.shape[-1] % 128:
         return f"head sizes must be multiples of 128, got K={q.shape[-1]}, V={v.shape[-1]}"
-    if q.shape[-1] > 256 or v.shape[-1] > 256:
-        return f"head sizes over 256 exceed VMEM, got K={q.shape[-1]}, V={v.shape[-1]}"
+    if q.shape[-1] > 128 or v.shape[-1] > 256:
+        return ("keys over 128 exceed what the gradient loads with a stride, values over 256 exceed VMEM, "
+                f"got K={q.shape[-1]}, V={v.shape[-1]}")
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"q, k and v must all be float32 or all bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}"
     return None

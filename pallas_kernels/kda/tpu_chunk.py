@@ -187,14 +187,25 @@ def sums_in_tiles(x: Float32[Array, "C K"], tiles: Tiling) -> Float32[Array, "C 
     return (parts.reshape(x.shape) + (int(SHIFT) - ORIGIN * number) * int(1 / GRID)).astype(jnp.float32) * GRID
 
 
+def sums_of_tiles(x: Float32[Array, "C K"], tiles: Tiling) -> Float32[Array, "n K"]:
+    """Of all tokens of each tile, in fp32: what a state decays by, tile after tile, must not be rounded to GRID each time."""
+    parts = x.reshape(C // SMALL, SMALL, -1)
+    for by in (1, 2, 4)[: tiles.size.bit_length() - 1]:
+        parts += pltpu.roll(parts, by, 1)
+    sums = parts.reshape(x.shape)  # the last row of a tile, or of each SMALL of its tokens, has their sum
+    ends = range(tiles.size - 1, C, tiles.size)
+    return rows_of(*(sums[i : i + 1] + sums[i - SMALL : i - SMALL + 1] if tiles.size > SMALL else sums[i : i + 1] for i in ends))
+
+
 def decays(
     log_decay: Float32[Array, "C K"], rows: Any, tiles: Tiling
 ) -> tuple[Float32[Array, "C K"], Float32[Array, "C K"], Float32[Array, "1 K"]]:
     """c e^G and e^-G / c of each token, the decay of the whole chunk; writes the factors of the tiles to the ref `rows`."""
-    sums = sums_in_tiles(jnp.maximum(log_decay, tiles.floor), tiles)
+    log_decay = jnp.maximum(log_decay, tiles.floor)
+    sums = sums_in_tiles(log_decay, tiles)
     total = rows_of(*(sums[i - 1 : i] for i in range(tiles.size, C + 1, tiles.size)))
     begin, end = jnp.full(total.shape, exp(-SHIFT), jnp.float32), jnp.exp(total)
-    whole = jnp.exp(total - SHIFT)
+    whole = jnp.exp(sums_of_tiles(log_decay, tiles))
     for level, half in enumerate(tiles.levels):
         is_late = in_late_half(tiles, half)
         rows[level] = jnp.where(is_late, begin, end)

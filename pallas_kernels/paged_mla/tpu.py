@@ -4,7 +4,6 @@ A block's tokens come in chunks, each by a pipeline of its own, and a chunk with
 two cores, each takes half of the list, wherever that cuts a sequence: its two partial results are merged.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,13 +71,9 @@ def paged_latent_attention(
     form = Form(scale, H, T, value_dim, BLOCK, chunk(page), precision)
     work = items(lengths, queries=T, block=BLOCK, capacity=page_table.shape[1] * page, cores=_cores())
     rows = jnp.pad(q.reshape(B, T * H, W).astype(common), ((0, 0), (0, -T * H % ROWS), (0, pool.shape[2] - W)))
-    out = one_by_one(partial(_call, form))(work, rows, pool, page_table)[:, : T * H].reshape(B, T, H, value_dim)
-    return out.astype(q.dtype)
-
-
-def one_by_one(call: Callable[..., Array]) -> Callable[..., Array]:
-    """`call`, which under jax.vmap runs once per element: Pallas batches no grid whose size is known at run time only."""
-    return jax.custom_batching.sequential_vmap(call)
+    # Batched by Pallas, a grid whose size is known at run time only reads pages of other sequences.
+    call = jax.custom_batching.sequential_vmap(partial(_call, form))
+    return call(work, rows, pool, page_table)[:, : T * H].reshape(B, T, H, value_dim).astype(q.dtype)
 
 
 def chunk(page: int) -> int:

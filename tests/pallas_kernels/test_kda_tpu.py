@@ -95,6 +95,17 @@ def test_decays_of_any_size_in_values_and_gradients(sizes, decay_floor):
     assert_recurrence(inputs, np.full(ROWS, 131), 1e-5, decay_floor=decay_floor)
 
 
+@pytest.mark.parametrize("decay_floor", [-5.0, None])
+def test_slow_decays_add_up_over_tiles(decay_floor):
+    """Of a state that nothing is written to: relative to its size, for a long memory multiplies such errors by its length."""
+    *tokens, beta, state = inert()
+    rates = np.geomspace(1e-8, 1e-2, ROWS).astype(np.float32)
+    tokens[3] -= rates[:, None, None, None]
+    _, last, _ = run((*tokens, beta, rows()[5]), decay_floor=decay_floor)
+    left = rows()[5] * np.exp(-T * rates.astype(np.float64))[:, None, None, None]
+    np.testing.assert_allclose(last, left, rtol=1e-5, atol=0)
+
+
 def test_saturated_gates_and_repeated_keys():
     q, k, v, log_decay, beta, state = (x.copy() for x in rows())
     log_decay[:3] = 0

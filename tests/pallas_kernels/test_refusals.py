@@ -61,6 +61,7 @@ def sources(D):
 REFUSED = {
     "kda, misaligned": (kda, tokens(96), "multiples of 128, got K=96"),
     "kda, oversized": (kda, tokens(512), "VMEM, got K=512"),
+    "kda, wide keys": (kda, tokens(256), "with a stride.* got K=256"),
     "kda, two dtypes": (kda, (of(1, 256, 1, 128, dtype=jnp.float32), *tokens(128)[1:]), "must all be float32"),
     "kda_decode, misaligned": (decode, slots(64), "128 channels, got 64"),
     "kda_decode, states in bf16": (decode, slots(128, jnp.bfloat16), "states must be float32, got bfloat16"),
