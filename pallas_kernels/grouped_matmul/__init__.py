@@ -4,13 +4,11 @@ from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.grouped_matmul import gpu, gpu_mxfp4, reference, tpu, tpu_mxfp4, xla
-from pallas_kernels.shapes import checked
 
 IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 MXFP4_IMPLS = {"tpu": tpu_mxfp4, "gpu": gpu_mxfp4, "xla": xla, "reference": reference}
 
 
-@checked
 def grouped_matmul(
     x: Float[Array, "N K"],
     w: Float[Array, "E K M"],
@@ -30,7 +28,6 @@ def grouped_matmul(
     return run("grouped_matmul", IMPLS, impl, x, w, group_sizes)
 
 
-@checked
 def grouped_matmul_mxfp4(
     x: Float[Array, "N K"],
     packed: UInt8[Array, "E M Khalf"],

@@ -27,7 +27,7 @@ from pallas_kernels.kda.tiles import RANGE, tile
 
 C = 128  # tokens of a chunk: the width of a vector register, so that a [C, C] array fills registers
 SHIFT = RANGE / 2  # log c: small components of k and beta remain normal numbers, in fp32 and bf16, times e^40 and e^-40
-VMEM = 32 * 2**20  # bytes that XLA leaves to a kernel: about twice of what the backward takes for K = V = 256
+VMEM = 32 * 2**20  # bytes that XLA leaves to a kernel
 ORIGIN = 28  # 32 + ORIGIN + x for x in (-28, 0] has the exponent of 32: the mantissa's bits are ORIGIN + x in units of GRID
 GRID = 2.0**-18
 SMALL = 8  # tokens whose triangle is inverted by substitution: the rows of one register

@@ -6,7 +6,6 @@ import pytest
 
 from pallas_kernels.attn_res import attn_res_norm
 from pallas_kernels.conv1d import conv1d
-from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.kda import kda
 from pallas_kernels.kda_decode import kda_decode, kda_verify
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
@@ -43,10 +42,9 @@ CONV = {"x": of(2, 7, 16), "weight": of(16, 4), "window": of(2, 3, 16)}
 MIX = {
     "prefix": of(1, 4, 8), "blocks": of(3, 1, 4, 8), "count": 2, "weight": of(8), "norm_weight": of(8), "eps": 1e-5,
 }  # fmt: skip
-EXPERTS = {"x": of(6, 16), "w": of(3, 16, 32), "group_sizes": ids(3)}
 FITTING = {
     attention: ATTENTION, paged_latent_attention: PAGED, kda_decode: DECODE, kda_verify: VERIFY, kda: KDA, conv1d: CONV,
-    attn_res_norm: MIX, grouped_matmul: EXPERTS,
+    attn_res_norm: MIX,
 }  # fmt: skip
 REFUSED = {
     "values of more tokens": (attention, {"v": of(1, 9, 2, 128)}, r"v must be \[B, S, H, V\] with B=1 of q, S=7 of k, .*\[1, 9,"),
