@@ -59,8 +59,9 @@ def estimates(module: str, chip: str, jobs: Sequence[Job], *, dump: bool = True)
             if isinstance(result, str):
                 reason = result
             else:
-                yield _compiled_only(module, chip, remaining[0], result["error"]) if dump and "error" in result else result
-                remaining.pop(0)
+                job = remaining.pop(0)
+                failed = dump and "error" in result
+                yield _compiled_only(module, chip, job, result["error"].splitlines()[0]) if failed else result
         if not remaining:
             return
         case, impl = stopped = remaining.pop(0)
@@ -70,7 +71,7 @@ def estimates(module: str, chip: str, jobs: Sequence[Job], *, dump: bool = True)
 def _compiled_only(module: str, chip: str, job: Job, reason: str) -> dict[str, Any]:
     """The job compiled without figures, which `reason` prevented."""
     (result,) = estimates(module, chip, [job], dump=False)
-    return result | {"note": f"no estimate: {reason.splitlines()[0]}"}
+    return result | {"note": f"no estimate: {reason}"}
 
 
 def _compiled(module: str, chip: str, jobs: Sequence[Job], dump: bool) -> Iterator[dict[str, Any] | str]:
