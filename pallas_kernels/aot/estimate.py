@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -90,7 +91,14 @@ def _compiled(module: str, chip: str, jobs: Sequence[Job], dump: bool) -> Iterat
                     watch.restart()
             watch.stop()
         errors.seek(0)
-        yield f"over {PATIENCE} s" if watch.rang else f"{compiler(chip)} ended the process: {errors.read()[-500:]}"
+        yield f"over {PATIENCE} s" if watch.rang else f"{compiler(chip)} ended the process: {gist(errors.read())}"
+
+
+def gist(stderr: str) -> str:
+    """The line in which a process says why it ended: that of a fatal check without its date and place, else the last one."""
+    if fatal := re.search(r"^F\d{4} [^]]*\] (.*)", stderr, re.MULTILINE):
+        return fatal[1].strip()
+    return next((line for line in reversed(stderr.splitlines()) if line.strip()), "it said nothing")
 
 
 class Watch:

@@ -6,6 +6,7 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-<>]+) \(.*\{$")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ARGUMENT = 'op_name="arguments['
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|true_computation=%?([\w.\-]+), false_computation=%?([\w.\-]+)")
 UNKNOWN = 2**62  # the compiler's mark for operations that it cannot estimate
 
@@ -30,7 +31,7 @@ def cycles_by_operation(text: str, without: str = "operands") -> dict[str, int]:
     def total(name: str, times: int) -> dict[str, int]:
         cycles: dict[str, int] = {}
         for operation, line in computations.get(name, []):
-            if f"/{without}/" in line:
+            if f"/{without}/" in line or _ARGUMENT in line:
                 continue
             inner: dict[str, int] = {}
             if " while(" in line:
@@ -49,6 +50,13 @@ def cycles_by_operation(text: str, without: str = "operands") -> dict[str, int]:
         return cycles
 
     return total(entry, 1)
+
+
+def kernels_without_cycles(text: str) -> list[str]:
+    """Names of the Pallas kernels in a compiled program that the compiler estimates at nothing: it could not follow them."""
+    calls = (line for line in text.splitlines() if '"tpu_custom_call"' in line)
+    found = ((_OPERATION.match(line), _CYCLES.search(line)) for line in calls)
+    return [name[1] for name, cycles in found if name and not (cycles and 0 < int(cycles[1]) < UNKNOWN)]
 
 
 def _callee(line: str, key: str) -> str:

@@ -88,6 +88,8 @@ def _each_tile(
 ) -> Float[Array, "N M"]:
     """times(rows, group) of every tile, put where its rows were; zeros in rows without a group."""
     N = x.shape[0]
+    if not (N and group_sizes.size):
+        return jnp.zeros((N, size), x.dtype)
     rows = _tile_rows(N, group_sizes.shape[0])
     tiles = _tiles(group_sizes, N, rows)
 
@@ -105,6 +107,8 @@ def _weight_gradient(
 ) -> Float[Array, "E K M"]:
     """x'g of each group, summed in fp32 over the group's tiles, which follow each other."""
     N = x.shape[0]
+    if not (N and group_sizes.size):
+        return jnp.zeros_like(w)
     rows = _tile_rows(N, group_sizes.shape[0])
     tiles = _tiles(group_sizes, N, rows)
 

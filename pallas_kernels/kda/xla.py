@@ -43,6 +43,8 @@ def kda(
     decay_floor: float | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
     """See `pallas_kernels.kda.kda`. A reset is a decay to nothing, `start` adds inert tokens, `decay_floor` is not needed."""
+    if not v.size:
+        return jnp.zeros_like(v), state
     C = _chunk_size(q.shape[-1])
     if reset is not None:
         log_decay = jnp.where(reset[:, :, None, None], FORGET, log_decay)

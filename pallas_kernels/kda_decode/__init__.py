@@ -1,8 +1,10 @@
 """Decode of Kimi Delta Attention for many sequences, from the projections to the gated output (Kimi Linear, arXiv 2510.26692)."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import run
+from pallas_kernels.gradient import without_gradient
 from pallas_kernels.kda_decode import gpu, gpu_verify, reference, tpu, tpu_verify, xla
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights
 from pallas_kernels.shapes import checked
@@ -31,10 +33,13 @@ def kda_decode(
         S <- diag(exp(log_decay)) S;   S <- S + sigmoid(beta) k (v - S'k)';   o = S'q         o in x's dtype
         y = o / sqrt(mean o^2 + eps) o_norm sigmoid(gate)                                     per head
 
-    slots  slot of each row, no two the same; negative: the row is idle, its y is zero and nothing is read or written for it
+    slots  slot of each row, no two the same; negative, or none that the pool has: the row is idle, its y is zero and nothing
+           is read or written for it
     Returns y in gate's dtype, and the pool. Donate the pool to the jit around this, or XLA copies it first.
+    No gradient: raises TypeError where one is asked for.
     """
-    return run("kda_decode", IMPLS, impl, x, weights, pool, slots, decay_floor=decay_floor, eps=eps)
+    x, weights, pool = without_gradient("kda_decode", (x, weights, pool))
+    return run("kda_decode", IMPLS, impl, x, weights, pool, _or_idle(slots, pool), decay_floor=decay_floor, eps=eps)
 
 
 @checked
@@ -62,10 +67,17 @@ def kda_verify(
     A state is read and written once for it all: it costs no more memory traffic than one token.
 
     before    the R tokens of the call before; its gate is not used. Any finite numbers for a sequence that had none
-    accepted  0 to R, for each row
+    accepted  0 to R, for each row; more are taken for R
     slots     as in kda_decode
-    Returns y in gate's dtype, and the pool.
+    Returns y in gate's dtype, and the pool. No gradient, as kda_decode.
     """
+    x, before, weights, pool = without_gradient("kda_verify", (x, before, weights, pool))
+    accepted, slots = jnp.clip(accepted, 0, before.q.shape[1]), _or_idle(slots, pool)
     return run(
         "kda_verify", VERIFY_IMPLS, impl, x, before, accepted, weights, pool, slots, decay_floor=decay_floor, eps=eps
     )
+
+
+def _or_idle(slots: Int32[Array, " N"], pool: Pool) -> Int32[Array, " N"]:
+    """A kernel would write past the pool's end."""
+    return jnp.where(slots < len(pool.states), slots, -1)

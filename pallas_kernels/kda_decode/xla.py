@@ -37,6 +37,8 @@ def kda_verify(
         replayed = (t < accepted)[:, None, None, None]
         state = jnp.where(replayed, kda_step(*token, state)[1], state)
     new = Pool(state, windows_after(old.windows, before, accepted))
+    if not x.q.size:
+        return jnp.zeros_like(x.gate), _scatter(pool, slots, new)
     outputs = []
     for token in _tokens(x, weights, new, decay_floor):
         o, state = kda_step(*token, state)

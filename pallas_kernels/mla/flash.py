@@ -25,10 +25,16 @@ VMEM = 32 * 2**20  # bytes a kernel may take: half of what v5p and tpu7x have, t
 LOG2_E = float(np.log2(np.e))
 
 
+class Block(NamedTuple):
+    queries: int
+    keys: int
+
+
 class Form(NamedTuple):
     scale: float
-    q_size: int  # queries per block
-    k_size: int  # keys per block
+    forward: Block  # of one grid step; whole ones make up the queries and keys, in either direction
+    backward: Block
+    strip: int  # queries of one of Plan.backward; the last one may have fewer
     counts: tuple[int | None, ...]  # grid steps of the forward and of each strip of the backward, where known
 
 
@@ -46,8 +52,8 @@ def _value(
 
 
 def _forward(form: Form, q: Array, k: Array, v: Array, plan: Plan) -> tuple[Array, tuple[Any, ...]]:
-    (B, H, T, K), V = q.shape, v.shape[-1]
-    queries, keys = _Rows(0, form.q_size, plan.forward, B), _Rows(1, form.k_size, plan.forward, B)
+    (B, H, T, K), V, block = q.shape, v.shape[-1], form.forward
+    queries, keys = _Rows(0, block.queries, plan.forward, B), _Rows(1, block.keys, plan.forward, B)
     out, log_total = _call(
         partial(_forward_kernel, form),
         "mla_forward",
@@ -56,7 +62,7 @@ def _forward(form: Form, q: Array, k: Array, v: Array, plan: Plan) -> tuple[Arra
         [(plan.queries, queries.places), (_on_all_lanes(plan.keys), keys.key_places), (q.swapaxes(2, 3), queries.transposed(K)),
          (k, keys.of(K)), (v.swapaxes(2, 3), keys.transposed(V))],
         [((B, H, V, T), v.dtype, queries.transposed(V)), ((B, H, 1, T), jnp.float32, queries.transposed(1))],
-        [(1, form.q_size), (1, form.q_size), (V, form.q_size), (form.k_size, form.q_size)],
+        [(1, block.queries), (1, block.queries), (V, block.queries), (block.keys, block.queries)],
     )
     out = out.swapaxes(2, 3)
     return out, (q, k, v, plan, out, log_total)
@@ -71,7 +77,7 @@ def _forward_kernel(
     The scores of a tile of queries with all keys of the block are stored before any is weighed, so that the accumulated
     output is rescaled once. Their products run beside the exponentials of the tile before.
     """
-    flag = flags[_step(flags)]
+    flag, block = flags[_step(flags)], form.forward
 
     @pl.when(flag & FIRST != 0)
     def _() -> None:
@@ -89,7 +95,7 @@ def _forward_kernel(
 
     def add_keys(masked: bool) -> None:
         tops = {}
-        for now, before in zip([*_tiles(form.q_size, Q_TILE), None], [None, *_tiles(form.q_size, Q_TILE)], strict=True):
+        for now, before in zip([*_tiles(block.queries, Q_TILE), None], [None, *_tiles(block.queries, Q_TILE)], strict=True):
             if now:
                 tops[now.start] = top_ref[:, now]
             if before:
@@ -98,7 +104,7 @@ def _forward_kernel(
                 keep = jnp.exp2(top_ref[:, before] - base)
                 top_ref[:, before] = top
                 total, acc = keep * total_ref[:, before], keep * acc_ref[:, before]
-            for rows in _tiles(form.k_size, K_TILE):
+            for rows in _tiles(block.keys, K_TILE):
                 if now:
                     tops[now.start] = jnp.maximum(tops[now.start], score(rows, now, masked))
                 if before:
@@ -124,10 +130,9 @@ def _backward(form: Form, kept: tuple[Any, ...], g: Float[Array, "B H T V"]) -> 
     """
     q, k, v, plan, out, log_total = kept
     delta = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), -1)[:, :, None]
-    strip = -(-q.shape[2] // form.q_size // len(plan.backward)) * form.q_size
     dq, dk, dv = [], [], []
     for i, (steps, count) in enumerate(zip(plan.backward, form.counts[1:], strict=True)):
-        part = slice(i * strip, (i + 1) * strip)
+        part = slice(i * form.strip, (i + 1) * form.strip)
         of_strip = q[:, :, part], g[:, :, part], log_total[..., part], delta[..., part], plan.queries[..., part]
         x = _strip_backward(form, steps, count, *of_strip, k, v, plan.keys, jnp.float32 if len(plan.backward) > 1 else k.dtype)
         for total, gradient in zip((dq, dk, dv), x, strict=True):
@@ -139,8 +144,8 @@ def _strip_backward(
     form: Form, steps: Steps, count: int | None, q: Array, g: Array, log_total: Float32[Array, "B H 1 T"],
     delta: Float32[Array, "B H 1 T"], q_places: Array, k: Array, v: Array, k_places: Array, dtype: Any,
 ) -> tuple[Array, Array, Array]:
-    (B, H, T, K), (S, V) = q.shape, v.shape[2:]
-    queries, keys = _Rows(1, form.q_size, steps, B), _Rows(0, form.k_size, steps, B)
+    (B, H, T, K), (S, V), block = q.shape, v.shape[2:], form.backward
+    queries, keys = _Rows(1, block.queries, steps, B), _Rows(0, block.keys, steps, B)
     whole = pl.BlockSpec((1, 1, K, T), lambda b, h, *_: (b, h, 0, 0))
     dq, dk, dv = _call(
         partial(_backward_kernel, form),
@@ -152,7 +157,7 @@ def _strip_backward(
          (g, queries.of(V)), (g.swapaxes(2, 3), queries.transposed(V)), (log_total, queries.transposed(1)),
          (delta, queries.transposed(1))],
         [((B, H, K, T), q.dtype, whole), ((B, H, S, K), dtype, keys.of(K)), ((B, H, S, V), dtype, keys.of(V))],
-        [(K, T), (form.k_size, K), (form.k_size, V)],
+        [(K, T), (block.keys, K), (block.keys, V)],
     )
     return dq.swapaxes(2, 3), dk, dv
 
@@ -162,8 +167,8 @@ def _backward_kernel(
     k_columns: Any, v_ref: Any, g_ref: Any, g_columns: Any, log_total_ref: Any, delta_ref: Any, dq_ref: Any, dk_ref: Any,
     dv_ref: Any, dq_acc: Any, dk_acc: Any, dv_acc: Any,
 ) -> None:
-    flag = flags[_step(flags)]
-    start = inner[_step(inner)] * form.q_size
+    flag, block = flags[_step(flags)], form.backward
+    start = inner[_step(inner)] * block.queries
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
@@ -174,12 +179,12 @@ def _backward_kernel(
         dk_acc[...] = jnp.zeros_like(dk_acc)
         dv_acc[...] = jnp.zeros_like(dv_acc)
 
-    q_tile, k_tile = _tile(form.q_size), _tile(form.k_size)
+    q_tile, k_tile = _tile(block.queries), _tile(block.keys)
 
     def add_queries(masked: bool) -> None:
         def add_tile(i: Array, _: None) -> None:
-            rows = _part(i // (form.q_size // q_tile), k_tile)
-            columns = _part(i % (form.q_size // q_tile), q_tile)
+            rows = _part(i // (block.queries // q_tile), k_tile)
+            columns = _part(i % (block.queries // q_tile), q_tile)
             score = form.scale * LOG2_E * _dot(k_ref[0, 0, rows], q_columns[0, 0, :, columns])
             prob = jnp.exp2(score - log_total_ref[0, 0, :, columns])
             dscore = prob * (_dot(v_ref[0, 0, rows], g_columns[0, 0, :, columns]) - delta_ref[0, 0, :, columns])
@@ -192,7 +197,7 @@ def _backward_kernel(
             of_strip = pl.ds(pl.multiple_of(start + columns.start, min(LANES, q_tile)), q_tile)
             dq_acc[:, of_strip] += _dot(k_columns[0, 0, :, rows], dscore)
 
-        jax.lax.fori_loop(0, form.q_size // q_tile * (form.k_size // k_tile), add_tile, None)
+        jax.lax.fori_loop(0, block.queries // q_tile * (block.keys // k_tile), add_tile, None)
 
     _by_visibility(flag, add_queries)
 

@@ -66,11 +66,11 @@ def attention(
     """See `pallas_kernels.mla.attention`."""
     q_segments = jnp.ones_like(q_positions) if q_segments is None else q_segments
     kv_segments = jnp.ones_like(kv_positions) if kv_segments is None else kv_segments
-    T = q.shape[1]
-    blocks = (FP32_BLOCK,) * 3 if q.dtype == jnp.float32 else (Q_BLOCK, KV_BLOCK, GRADIENT_BLOCK)
+    T, common, dtype = q.shape[1], jnp.result_type(q, k, v), v.dtype
+    blocks = (FP32_BLOCK,) * 3 if common == jnp.float32 else (Q_BLOCK, KV_BLOCK, GRADIENT_BLOCK)
     places = Places(*(_pad(x, max(blocks)) for x in (q_segments, q_positions, kv_segments, kv_positions)))
     form = Form(scale, _parts(q.shape[-1]), v.shape[-1], *blocks)
-    return _flash(form, *(_pad(x, max(blocks)) for x in (q, k, v)), places)[:, :T]
+    return _flash(form, *(_pad(x.astype(common), max(blocks)) for x in (q, k, v)), places)[:, :T].astype(dtype)
 
 
 def _parts(size: int) -> tuple[tuple[int, int], ...]:

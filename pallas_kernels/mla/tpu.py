@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mla.blocks import module, steps, visible
-from pallas_kernels.mla.flash import LANES, Form, Plan, flash
+from pallas_kernels.mla.flash import LANES, Block, Form, Plan, flash
 from pallas_kernels.target import why_not_on
 
-Q_BLOCK = 512  # queries
+Q_BLOCK = 512  # queries of a block of the backward
 KV_BLOCK = 512  # keys
+WIDE = 2  # blocks of the forward are so many times wider and higher, for it keeps less
 STRIP = 2048  # queries whose dq stays in VMEM during the backward: 1.5 MB in fp32
 SMEM_STEPS = 40_000  # pairs of blocks, of three int32 each
 
@@ -39,22 +40,28 @@ def attention(
     kv_segments: Int32[Array, "B S"] | None = None,
 ) -> Float[Array, "B T H V"]:
     T, dtype = q.shape[1], v.dtype
-    q_size, k_size = _size(T, Q_BLOCK), _size(k.shape[1], KV_BLOCK)
-    queries, keys = _places(q_segments, q_positions, q_size), _places(kv_segments, kv_positions, k_size)
-    some, every = visible(queries, keys, q_size, k_size)
-    strips = [slice(i, i + STRIP // q_size) for i in range(0, some.shape[1], STRIP // q_size)]
+    block = Block(_size(T, Q_BLOCK), _size(k.shape[1], KV_BLOCK))
+    wide = Block(_wide(T, block.queries), _wide(k.shape[1], block.keys))
+    queries, keys = _places(q_segments, q_positions, wide.queries), _places(kv_segments, kv_positions, wide.keys)
+    some, every = visible(queries, keys, *block)
+    per_strip = STRIP // block.queries
+    strips = [slice(i, i + per_strip) for i in range(0, some.shape[1], per_strip)]
     backward = tuple(steps(some[:, strip].swapaxes(1, 2), every[:, strip].swapaxes(1, 2)) for strip in strips)
-    plan = Plan(queries, keys, steps(some, every), backward)
+    plan = Plan(queries, keys, steps(*visible(queries, keys, *wide)), backward)
     counts = tuple(x.count if isinstance(x.count, int) else None for x in (plan.forward, *backward))
     common = jnp.result_type(q, k, v)
-    by_head = (_pad(x.astype(common).swapaxes(1, 2), size) for x, size in ((q, q_size), (k, k_size), (v, k_size)))
-    return flash(Form(scale, q_size, k_size, counts), *by_head, plan).swapaxes(1, 2)[:, :T].astype(dtype)
+    by_head = (_pad(x.astype(common).swapaxes(1, 2), size) for x, size in zip((q, k, v), (*wide, wide.keys), strict=True))
+    return flash(Form(scale, wide, block, per_strip * block.queries, counts), *by_head, plan).swapaxes(1, 2)[:, :T].astype(dtype)
 
 
 def _size(n: int, block: int) -> int:
     """Rows of a block: as few blocks as `block` allows, of equal size in whole tiles."""
     blocks = -(-n // block)
     return min(block, -(-n // blocks // LANES) * LANES)
+
+
+def _wide(n: int, size: int) -> int:
+    return min(WIDE, -(-n // size)) * size
 
 
 def _places(segments: Array | None, positions: Array, size: int) -> Int32[Array, "B 2 N"]:

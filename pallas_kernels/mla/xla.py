@@ -50,6 +50,8 @@ def attention(
     q_segments: Int32[Array, "B T"] | None = None,
     kv_segments: Int32[Array, "B S"] | None = None,
 ) -> Float[Array, "B T H V"]:
+    if not (q.size and k.size):
+        return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype)
     queries = Queries(q.swapaxes(1, 2), *_places(q_segments, q_positions))
     keys = Keys(k.swapaxes(1, 2), v.swapaxes(1, 2), *_places(kv_segments, kv_positions))
     return _flash(Form(scale, v.shape[-1], v.dtype), queries, keys).swapaxes(1, 2)
@@ -67,6 +69,8 @@ def latent_attention(
     kv_segments: Int32[Array, "B S"] | None = None,
 ) -> Float[Array, "B T H L"]:
     B, T, H, K = q.shape
+    if not (q.size and latent.size):
+        return jnp.zeros((B, T, H, value_dim), q.dtype)
     per_row = (jnp.repeat(x, H, axis=-1) for x in _places(q_segments, q_positions))
     queries = Queries(q.reshape(B, 1, T * H, K), *per_row)
     keys = Keys(latent[:, None], None, *_places(kv_segments, kv_positions))

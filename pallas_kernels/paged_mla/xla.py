@@ -23,6 +23,8 @@ def paged_latent_attention(
     scale: float,
 ) -> Float[Array, "B T H L"]:
     B, T, H, W = q.shape
+    if not (q.size and pool.size and page_table.size):
+        return jnp.zeros((B, T, H, value_dim), q.dtype)
     pages = max(1, KV_BLOCK // pool.shape[1])
     size = pages * pool.shape[1]
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.aot import estimate, hlo, schedule
-from pallas_kernels.aot.bench import measure
+from pallas_kernels.aot.bench import compile_for, measure
+from pallas_kernels.aot.case import Case
 from pallas_kernels.aot.chips import TPUS, roofline
 
 PROGRAM = """HloModule jit_f
@@ -26,6 +27,7 @@ PROGRAM = """HloModule jit_f
 
 ENTRY %main (x: f32[8]) -> f32[8] {
   %made = f32[8] fusion(%x), metadata={op_name="jit(f)/operands/add"}, backend_config={"estimated_cycles":"5000"}
+  %laid_out = f32[8] copy(%x), metadata={op_name="arguments[1]"}, backend_config={"estimated_cycles":"3000"}
   %gather = f32[8] fusion(%x), backend_config={"estimated_cycles":"9223372036854775807"}
   %loop = f32[8] while(%made), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"16"}}
   %choice = f32[8] conditional(%i, %x, %x), branch_computations={%cheap, %dear}
@@ -36,6 +38,44 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 def test_cycles_count_loops_by_trips_and_leave_out_operands_and_unknown_ones():
     assert hlo.cycles_by_operation(PROGRAM) == {"kernel.1": 1600, "two": 7, "last": 20}
+
+
+def test_kernels_that_the_compiler_could_not_follow_are_named():
+    def call(name, cycles):
+        return f'  %{name} = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", backend_config={{{cycles}}}\n'
+
+    text = call("a.1", '"estimated_cycles":"0"') + call("b", '"estimated_cycles":"5"') + call("c", "")
+    assert hlo.kernels_without_cycles(text + PROGRAM) == ["a.1", "c"]
+
+
+def test_the_line_that_tells_why_a_process_ended():
+    fatal = "W0101 text\nF1203 16:35:50.564434 8111 module.cc:66] Check failed: it is not OK \n*** stack\nE1203 RAW: raising\n"
+    assert estimate.gist(fatal) == "Check failed: it is not OK"
+    assert estimate.gist("Traceback:\nImportError: no such module\n\n") == "ImportError: no such module"
+    assert estimate.gist("") == "it said nothing"
+
+
+def test_figures_below_the_time_of_the_arithmetic_are_not_believed(monkeypatch, tmp_path):
+    """Nor recorded; and only cases on record are estimated where that is asked for."""
+    monkeypatch.setattr(estimate, "record_path", lambda module, chip: tmp_path / f"{chip}.json")
+    monkeypatch.setattr(estimate, "why_not", lambda chip: None)
+    monkeypatch.setattr(estimate, "compiler", lambda chip: "libtpu 1")
+    asked = []
+
+    def estimates(module, chip, jobs, *, dump=True):
+        asked.extend((case, dump) for case, _ in jobs)
+        for case, impl in jobs:
+            yield figures(1000) | {"case": case, "impl": impl} if dump else {"case": case, "impl": impl}
+
+    monkeypatch.setattr(estimate, "estimates", estimates)
+    clock, peak = TPUS["v5p"].clock, TPUS["v5p"].bf16
+    cases = {name: Case(build, share * 1000 / clock * peak, 1.0) for name, share in (("good", 0.5), ("bad", 2.0))}
+    compile_for(["v5p"], "op", cases, record=True)
+    assert asked == [("good", True), ("bad", True)]
+    assert list(estimate.read_record("op", "v5p")) == ["good tpu"]
+    asked.clear()
+    assert compile_for(["v5p"], "op", cases, only_recorded=True) == []
+    assert asked == [("good", True), ("bad", False)]
 
 
 def test_a_schedule_is_read_with_its_spills_and_its_vmem(tmp_path):
@@ -54,8 +94,13 @@ def test_a_schedule_is_read_with_its_spills_and_its_vmem(tmp_path):
     assert schedule.read(tmp_path, "other") is None
 
 
+def build(impl):
+    raise NotImplementedError
+
+
 def figures(cycles, spills=0):
-    return {"case": "k3", "impl": "tpu", "cycles": cycles, "temp_bytes": 0, "kernels": {"a": {"spills": spills}}}
+    kernel = {"bundles": 1, "occupancy": {"MXU": 0.5}, "spills": spills, "vmem": 1}
+    return {"case": "k3", "impl": "tpu", "cycles": cycles, "temp_bytes": 0, "kernels": {"a": kernel}}
 
 
 def test_a_record_catches_more_cycles_new_spills_and_failures():
