@@ -20,6 +20,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_recipes_run_one_after_the_other(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     sft(override(load_config("configs/sft_tiny.py", SFTConfig), ["steps=1", "rows=1", "remat=none"]))

@@ -82,7 +82,10 @@ BOUNDED = [-0.5, -1.0, -2.0, -2.5, -3.0, -4.0, -5.0]
 UNBOUNDED = [*BOUNDED, -8.0, -20.0, -40.0, -60.0]
 
 
-@pytest.mark.parametrize(("sizes", "decay_floor"), [(BOUNDED, -5.0), (UNBOUNDED, None)], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize(
+    ("sizes", "decay_floor"),
+    [pytest.param(BOUNDED, -5.0, id="bounded"), pytest.param(UNBOUNDED, None, id="unbounded", marks=pytest.mark.slow)],
+)
 def test_decays_of_any_size_in_values_and_gradients(sizes, decay_floor):
     """Rows of one decay; of walls of it between slow tokens; of fast and slow channels; of decays of all sizes at random."""
     log_decay = np.zeros(rows()[3].shape, np.float32)

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from k3jax.lora import Adapters
 from k3jax.sampling import Sampler
 from k3jax.tokenizer import Tokenizer
@@ -11,6 +13,7 @@ from train.demo import CONFIGS, compare, draw
 from train.rl.loop import RLConfig
 
 
+@pytest.mark.slow
 def test_nano_and_two_new_adapters_answer_side_by_side_in_its_words(capsys):
     """A new adapter changes nothing, so it draws what the base draws; nano's answers are expressions and moves."""
     configs = {name: load_config(path, RLConfig) for name, path in CONFIGS.items()}
