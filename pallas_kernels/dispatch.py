@@ -1,8 +1,7 @@
 """Decides, alone, which implementation of an op runs.
 
 An op hands over a table from name to module, in order of preference. Each module has a function named like the op and
-`why_not(*args, **kwargs)`, which returns None or the reason why it cannot take these arguments. Kernels never see an empty
-array: they are made of blocks, and there would be none.
+`why_not(*args, **kwargs)`, which returns None or the reason why it cannot take these arguments.
 """
 
 import logging
@@ -10,9 +9,6 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import jax
-
-KERNELS = ("tpu", "gpu")
 log = logging.getLogger("pallas_kernels")
 _announced: set[tuple[str, str]] = set()
 
@@ -25,9 +21,9 @@ def run(op: str, impls: Mapping[str, ModuleType], impl: str | None, *args: Any, 
     """
     if impl is not None and impl not in impls:
         raise ValueError(f"{op}: unknown implementation {impl!r}. Choose one of {', '.join(impls)}.")
-    refused, empty = [], any(0 in getattr(x, "shape", ()) for x in jax.tree.leaves((args, kwargs)))
+    refused = []
     for name in impls if impl is None else (impl,):
-        reason = "an array is empty" if empty and name in KERNELS else impls[name].why_not(*args, **kwargs)
+        reason = impls[name].why_not(*args, **kwargs)
         if reason is None:
             if (op, name) not in _announced:
                 _announced.add((op, name))

@@ -51,8 +51,9 @@ def in_hbm(*operands: Array) -> tuple[Array, ...]:
     return tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands)
 
 
-def why_not_on(platform: str) -> str | None:
-    """Why a kernel of `platform` cannot run on the current target, or over the current mesh; None if it can."""
+def why_not_on(platform: str, *operands: Array) -> str | None:
+    """Why a kernel of `platform` cannot run on the current target, over the current mesh, or because one of `operands` is empty
+    and there would be no block to run it for; None if it can."""
     here, mesh = current().platform, jax.sharding.get_abstract_mesh()
     if here != platform:
         return f"it is a kernel for {platform}, and programs are compiled for {here} here"
@@ -61,6 +62,8 @@ def why_not_on(platform: str) -> str | None:
     if axes:
         return (f"operands may be spread over the mesh axes {', '.join(axes)}, and a kernel sees one device's: call the op "
                 "inside jax.shard_map")
+    if any(0 in x.shape for x in operands):
+        return f"an operand is empty: {', '.join(str(list(x.shape)) for x in operands)}"
     return None
 
 

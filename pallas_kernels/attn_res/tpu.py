@@ -25,7 +25,7 @@ from pallas_kernels.target import why_not_on
 def why_not(
     prefix: Array, blocks: Array, count: Any, weight: Array, norm_weight: Array, *, eps: float
 ) -> str | None:
-    if reason := why_not_on("tpu"):
+    if reason := why_not_on("tpu", prefix):
         return reason
     if prefix.dtype != blocks.dtype or prefix.dtype not in (jnp.bfloat16, jnp.float32):
         return f"prefix and blocks must both be bf16 or fp32, got {prefix.dtype} and {blocks.dtype}"

@@ -29,7 +29,7 @@ CHANNELS = 4096  # at most: a tile's windows then take 10 MiB of VMEM
 def why_not(
     x: Array, weight: Array, window: Array, *, reset: Array | None = None, lengths: Array | None = None
 ) -> str | None:
-    if reason := why_not_on("tpu"):
+    if reason := why_not_on("tpu", x):
         return reason
     (_, T, D), W = x.shape, weight.shape[1]
     if x.dtype not in (jnp.bfloat16, jnp.float32) or window.dtype != x.dtype:

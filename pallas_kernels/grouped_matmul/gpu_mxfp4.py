@@ -23,11 +23,11 @@ E2M1_IN_FP16 = 2.0**14
 
 
 def why_not(x: Array, packed: Array, scale: Array, group_sizes: Array) -> str | None:
-    if reason := why_not_on("gpu"):
+    if reason := why_not_on("gpu", x, packed):
         return reason
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"x must be bf16 or fp32, got {x.dtype}"
-    return why_not_sizes(x.shape[0], x.shape[1], packed.shape[1], GROUP)
+    return why_not_sizes(x.shape[1], packed.shape[1], GROUP)
 
 
 @jax.custom_vjp

@@ -23,13 +23,11 @@ MAX_ROWS = 256  # of a tile
 
 
 def why_not(x: Array, w: Array, group_sizes: Array) -> str | None:
-    if reason := why_not_on("tpu"):
+    if reason := why_not_on("tpu", x, w):
         return reason
     E, K, M = w.shape
     if x.dtype not in (jnp.bfloat16, jnp.float32) or w.dtype != x.dtype:
         return f"x and w must both be bf16 or both fp32, got {x.dtype} and {w.dtype}"
-    if x.shape[0] == 0:
-        return "there are no rows"
     for name, size in ("K", K), ("M", M):
         if size % 128 and (size > 128 or size % 8):
             return f"sizes of matrices must be multiples of 128, or multiples of 8 below, got {name}={size}"

@@ -20,13 +20,11 @@ from pallas_kernels.target import current, in_hbm, why_not_on
 
 
 def why_not(x: Array, packed: Array, scale: Array, group_sizes: Array) -> str | None:
-    if reason := why_not_on("tpu"):
+    if reason := why_not_on("tpu", x, packed):
         return reason
     _, M, half = packed.shape
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"x must be bf16 or fp32, got {x.dtype}"
-    if x.shape[0] == 0:
-        return "there are no rows"
     if 2 * half % 256 or 2 * half > 4096:
         return f"inputs must be a multiple of 256 up to 4096, got {2 * half}"
     if M % 128:

@@ -18,7 +18,7 @@ from pallas_kernels.target import why_not_on
 
 
 def why_not(q: Array, k: Array, v: Array, *args: Array, **kwargs: Any) -> str | None:
-    if reason := why_not_on("gpu"):
+    if reason := why_not_on("gpu", q, v):
         return reason
     if q.shape[-1] != 128 or v.shape[-1] not in (128, 256):
         return f"its tiles are for keys of 128 and values of 128 or 256, got K={q.shape[-1]} and V={v.shape[-1]}"

@@ -15,7 +15,7 @@ from pallas_kernels.target import why_not_on
 
 
 def why_not(q: Array, k: Array, v: Array, *args: Array, **kwargs: Any) -> str | None:
-    if reason := why_not_on("tpu"):
+    if reason := why_not_on("tpu", q, v):
         return reason
     if q.shape[-1] % 128 or v.shape[-1] % 128:
         return f"head sizes must be multiples of 128, got K={q.shape[-1]}, V={v.shape[-1]}"

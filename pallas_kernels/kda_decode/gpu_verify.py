@@ -18,15 +18,15 @@ from pallas_kernels.conv1d import conv1d
 from pallas_kernels.kda_decode import gpu
 from pallas_kernels.kda_decode.arrays import Pool, Projected, Weights, windows_after
 from pallas_kernels.kda_decode.gpu import decay_factor, sigmoid, unit
-from pallas_kernels.target import current
+from pallas_kernels.target import current, why_not_on
 
 
 def why_not(
     x: Projected, before: Projected, accepted: Int32[Array, " N"], weights: Weights, pool: Pool, slots: Int32[Array, " N"],
     *, decay_floor: float | None, eps: float,
 ) -> str | None:  # fmt: skip
-    if 0 in (before.q.shape[1], x.q.shape[1]):
-        return "a window is empty"
+    if reason := why_not_on("gpu", before.q):
+        return reason
     return gpu.why_not(x, weights, pool, slots, decay_floor=decay_floor, eps=eps)
 
 

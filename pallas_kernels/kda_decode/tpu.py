@@ -46,7 +46,7 @@ def why_not(
     x: Projected, weights: Weights, pool: Pool, slots: Int32[Array, " N"], *, decay_floor: float | None, eps: float
 ) -> str | None:
     K = pool.states.shape[-1]
-    if reason := why_not_on("tpu"):
+    if reason := why_not_on("tpu", x.q):
         return reason
     if pool.states.dtype != jnp.float32:
         return f"states must be float32, got {pool.states.dtype}"

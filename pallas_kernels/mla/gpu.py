@@ -44,7 +44,7 @@ class Places(NamedTuple):
 
 
 def why_not(q: Array, k: Array, v: Array, **kwargs: object) -> str | None:
-    if reason := why_not_on("gpu"):
+    if reason := why_not_on("gpu", q, k, v):
         return reason
     if not _parts(q.shape[-1]) or len(_parts(v.shape[-1])) != 1:
         return (f"its tiles are powers of two from 16 on, two at most for a key and one for a value; got keys of {q.shape[-1]} "

@@ -17,7 +17,7 @@ SMEM_STEPS = 40_000  # pairs of blocks, of three int32 each
 
 
 def why_not(q: Array, k: Array, v: Array, **kwargs: Any) -> str | None:
-    if reason := why_not_on("tpu"):
+    if reason := why_not_on("tpu", q, k, v):
         return reason
     K, V = q.shape[-1], v.shape[-1]
     if K % 64 or V % LANES:

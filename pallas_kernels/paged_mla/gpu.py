@@ -37,7 +37,7 @@ class Form(NamedTuple):
 def why_not(
     q: Array, pool: Array, page_table: Array, lengths: Array, *, value_dim: int, scale: float
 ) -> str | None:
-    if reason := why_not_on("gpu"):
+    if reason := why_not_on("gpu", q, pool, page_table):
         return reason
     for what, size in ("values", value_dim), ("the rest of latents", q.shape[-1] - value_dim):
         if size < 16 or size & (size - 1):

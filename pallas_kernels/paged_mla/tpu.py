@@ -40,7 +40,7 @@ class Form(NamedTuple):
 def why_not(
     q: Array, pool: Array, page_table: Array, lengths: Array, *, value_dim: int, scale: float
 ) -> str | None:
-    if reason := why_not_on("tpu"):
+    if reason := why_not_on("tpu", q, pool, page_table):
         return reason
     (B, T, H, _), (_, page, W), pages = q.shape, pool.shape, page_table.shape[1]
     if W % 64 or value_dim % LANES:

@@ -194,7 +194,7 @@ def test_slots_not_in_use_change_no_bit_of_the_normed_mix_or_its_gradients(garba
 
 
 @pytest.mark.parametrize(
-    "tokens, slots, hidden", [(1, 1, 128), (72, 2, 4480), pytest.param(200, 8, 128, marks=pytest.mark.slow)]
+    "tokens, slots, hidden", [(1, 1, 128), (72, 2, 4480), (24, 0, 256), pytest.param(200, 8, 128, marks=pytest.mark.slow)]
 )
 def test_the_kernel_equals_the_reference_at_any_size(tokens, slots, hidden):
     *given, dy, dblocks = norm_inputs(tokens=tokens, slots=slots, hidden=hidden)
