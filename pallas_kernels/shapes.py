@@ -1,4 +1,4 @@
-"""Holds the arguments of an op to the shapes that its signature says, before an implementation sees them."""
+"""Holds the arguments of an op to the shapes and kinds of numbers that its signature says, before an implementation sees them."""
 
 import inspect
 import typing
@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
+KINDS = {"float": jnp.floating, "int": np.integer, "bool": np.bool_}  # of which width, an implementation says
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def checked(op: Callable[P, R]) -> Callable[P, R]:
-    """`op`, which raises ValueError where an array is not of the shape in its jaxtyping annotation, or not of integers.
+    """`op`, which raises ValueError where an array is not of the shape in its jaxtyping annotation, or of another kind of number.
 
     The name of a dimension stands for one size in a call, also in fields of named tuples; `*name` for any dimensions there.
     """
@@ -45,8 +47,10 @@ def _arrays(name: str, value: Any, annotation: Any) -> Iterator[tuple[str, Any, 
 
 
 def _check(op: str, where: str, array: Any, kind: Any, sizes: dict[str, tuple[int, str]]) -> None:
-    if kind.dtypes == ("int32",) and not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{op}: {where} must be integers, got {array.dtype}.")
+    named = kind.dtypes[0] if isinstance(kind.dtypes, tuple | list) else ""  # "": any
+    numbers = next((name for name in KINDS if name in named), None)
+    if numbers is not None and not jnp.issubdtype(array.dtype, KINDS[numbers]):
+        raise ValueError(f"{op}: {where} must be of {numbers}s, got {array.dtype}.")
     dims, shape = kind.dim_str.split(), tuple(array.shape)
     wrong = ValueError(f"{op}: {where} must be [{', '.join(dims)}]{_known(dims, sizes)}, got {list(shape)}.")
     free = next((i for i, dim in enumerate(dims) if dim.startswith("*")), None)

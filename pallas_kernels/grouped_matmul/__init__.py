@@ -4,11 +4,13 @@ from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.grouped_matmul import gpu, gpu_mxfp4, reference, tpu, tpu_mxfp4, xla
+from pallas_kernels.shapes import checked
 
 IMPLS = {"tpu": tpu, "gpu": gpu, "xla": xla, "reference": reference}
 MXFP4_IMPLS = {"tpu": tpu_mxfp4, "gpu": gpu_mxfp4, "xla": xla, "reference": reference}
 
 
+@checked
 def grouped_matmul(
     x: Float[Array, "N K"],
     w: Float[Array, "E K M"],
@@ -24,10 +26,10 @@ def grouped_matmul(
     Returns y in x's dtype. Sums run in fp32, and fp32 inputs are multiplied at full precision.
     Differentiable in x and w. Rows after the last group, in x and in the gradient of y, may hold anything.
     """
-    _check(x, w.shape[1], w.shape[0], group_sizes)
     return run("grouped_matmul", IMPLS, impl, x, w, group_sizes)
 
 
+@checked
 def grouped_matmul_mxfp4(
     x: Float[Array, "N K"],
     packed: UInt8[Array, "E M Khalf"],
@@ -42,13 +44,9 @@ def grouped_matmul_mxfp4(
     A group's matrix is dequantised, to x's dtype, when its rows are multiplied: one at a time. Differentiable
     in x only.
     """
-    _check(x, 2 * packed.shape[2], packed.shape[0], group_sizes)
+    (_, inputs), (groups, outputs, _) = x.shape, packed.shape
+    if (packed.shape[2], scale.shape[2]) != (inputs / 2, inputs / 32):
+        raise ValueError(f"grouped_matmul_mxfp4: {inputs} inputs of x need packed [{groups}, {outputs}, {inputs / 2:g}] and "
+                         f"scale [{groups}, {outputs}, {inputs / 32:g}], got {list(packed.shape)} and {list(scale.shape)}.")
     return run("grouped_matmul_mxfp4", MXFP4_IMPLS, impl, x, packed, scale, group_sizes)
 
-
-def _check(x: Array, inputs: int, groups: int, group_sizes: Array) -> None:
-    if x.shape[1] != inputs or group_sizes.shape != (groups,):
-        raise ValueError(
-            f"{groups} matrices with {inputs} inputs need x [N, {inputs}] and group_sizes [{groups}], "
-            f"got {x.shape} and {group_sizes.shape}."
-        )

